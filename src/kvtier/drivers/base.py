@@ -1,0 +1,132 @@
+"""The asynchronous interface between the scheduler thread and a tier. Nothing in it blocks.
+
+`SecondaryTierManager` keeps the name it has in vLLM's multi-tier design. One change from there:
+existence is a job (`submit_lookup`) whose answer arrives with `get_finished`, since asking storage
+blocks and window groups need more than a prefix length.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, overload
+
+from kvtier.core.types import BlockKey, Completion, JobId, Slot
+
+
+class SlotSource(Protocol):
+    """What a driver needs of the primary region."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes per slot."""
+        ...
+
+    def slot(self, slot: Slot) -> memoryview:
+        """Writable view of one slot."""
+        ...
+
+
+class SlotViews(Sequence[memoryview]):
+    """Views of primary slots, made when they are asked for: on the driver's thread, not on the
+    scheduler's."""
+
+    __slots__ = ("_readonly", "_slots", "_source")
+
+    def __init__(self, source: SlotSource, slots: Sequence[Slot], readonly: bool) -> None:
+        self._source = source
+        self._slots = slots
+        self._readonly = readonly
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, index: slice) -> SlotViews: ...
+    def __getitem__(self, index: int | slice) -> memoryview | SlotViews:
+        if isinstance(index, slice):
+            return SlotViews(self._source, self._slots[index], self._readonly)
+        view = self._source.slot(self._slots[index])
+        return view.toreadonly() if self._readonly else view
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return (self[i] for i in range(len(self._slots)))
+
+
+@dataclass(frozen=True, slots=True)
+class JobMetadata:
+    """One job for a tier.
+
+    Attributes:
+        job_id: echoed by the `Done` that ends the job.
+        block_hashes: the keys, in order.
+        spec: for a store, read-only views of the primary slots that hold the blocks; for a load,
+            writable views of the slots to fill; empty for a lookup.
+        namespace: hex digest under which the keys are looked up, read or written.
+    """
+
+    job_id: JobId
+    block_hashes: tuple[BlockKey, ...]
+    spec: Sequence[memoryview] = ()
+    namespace: str = ""
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What a tier did since it started. Read by the scheduler thread, written by the tier's."""
+
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    read_blocks: int = 0
+    read_failures: int = 0
+    write_bytes: int = 0
+    write_seconds: float = 0.0
+    write_blocks: int = 0
+    write_failures: int = 0
+    lookup_blocks: int = 0
+    lookup_hits: int = 0
+    lookup_failures: int = 0
+    corrupt_blocks: int = 0
+    jobs_by_kind: dict[str, int] = field(default_factory=dict)
+
+
+class SecondaryTierManager(ABC):
+    """Moves blocks between primary slots and one tier, asynchronously.
+
+    Every submitted job ends in exactly one `Done`; after it no slot of the job is touched. All
+    methods are called on the scheduler thread and return at once.
+    """
+
+    @abstractmethod
+    def submit_store(self, job: JobMetadata) -> None:
+        """Copy the job's slots to the tier."""
+
+    @abstractmethod
+    def submit_load(self, job: JobMetadata) -> None:
+        """Fill the job's slots from the tier; each block is verified before it counts as ok."""
+
+    @abstractmethod
+    def submit_lookup(self, job: JobMetadata) -> None:
+        """Ask which of the job's keys the tier holds."""
+
+    @abstractmethod
+    def get_finished(self) -> list[Completion]:
+        """Completions since the last call, in the order in which they happened."""
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - optional by design
+        """Hint: these keys were used. Tiers that evict may use it."""
+
+    @abstractmethod
+    def counters(self) -> TierCounters:
+        """Running totals."""
+
+    @abstractmethod
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Stop: drop queued jobs, wait for running ones up to `timeout_s`.
+
+        Returns:
+            True if nothing of this tier is running any more.
+        """
