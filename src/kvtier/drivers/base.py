@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, overload
 
 from kvtier.core.types import BlockKey, Completion, JobId, Slot
@@ -90,7 +90,6 @@ class TierCounters:
     lookup_hits: int = 0
     lookup_failures: int = 0
     corrupt_blocks: int = 0
-    jobs_by_kind: dict[str, int] = field(default_factory=dict)
 
 
 class SecondaryTierManager(ABC):
