@@ -6,8 +6,9 @@ the same call gives the same bytes everywhere.
 
 Random weights must make greedy tokens depend on the KV cache, or a test that compares tokens could
 not fail. So every matrix is scaled by its fan-in, queries and keys are scaled up (attention picks
-tokens instead of averaging them away), the attention output outweighs the residual stream, and
-the output matrix is not tied to the embedding (a tied one repeats the last token for ever).
+tokens instead of averaging them away), embeddings weigh as much as a layer's output (less, and deep
+models collapse to a few tokens), and the output matrix is not tied to the embedding (a tied one
+repeats the last token for ever).
 
 Making a model is atomic (temporary directory, then rename). A directory that already holds the same
 model is used as it is; one that holds something else that was made here is replaced; anything else
@@ -41,9 +42,7 @@ RECIPE_VERSION: Final = 1
 _MARKER: Final = "kvtier-model.json"
 
 # Gain over 1/sqrt(fan-in), by the last part of a matrix' name; 1 where not named.
-_GAINS: Final[Mapping[str, float]] = {"q_proj": 1.6, "k_proj": 1.6, "o_proj": 2.0}
-
-_EMBEDDING_STD: Final = 0.5
+_GAINS: Final[Mapping[str, float]] = {"q_proj": 1.7, "k_proj": 1.7}
 
 
 def make_gqa_model(
@@ -238,8 +237,9 @@ def _write(
             name: tuple(parameter.shape)
             for name, parameter in AutoModelForCausalLM.from_config(config).named_parameters()
         }
-    # Gemma's norms multiply by one plus their weight, the others by the weight.
-    norm = 0.0 if model_type == "gemma3_text" else 1.0
+    # Gemma's norms multiply by one plus their weight, and it scales embeddings up itself.
+    gemma = model_type == "gemma3_text"
+    norm, embedding = (0.0, options["hidden_size"] ** -0.5) if gemma else (1.0, 1.0)
     weights = {}
     for name, shape in shapes.items():
         if len(shape) == 1:
@@ -247,7 +247,8 @@ def _write(
         else:
             # Seeded by name, so that no weight depends on how the library orders them.
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-            weight = torch.randn(shape, generator=generator) * _std(name, shape[1])
+            weight = torch.randn(shape, generator=generator)
+            weight *= embedding if "embed_tokens" in name else _std(name, fan_in=shape[1])
         weights[name] = weight.to(getattr(torch, dtype)).contiguous()
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(path)
@@ -256,6 +257,4 @@ def _write(
 
 def _std(name: str, fan_in: int) -> float:
     part = name.removesuffix(".weight").rpartition(".")[2]
-    if part == "embed_tokens":
-        return _EMBEDDING_STD
     return _GAINS.get(part, 1.0) / math.sqrt(fan_in)
