@@ -98,20 +98,22 @@ class Report:
         """The same for people, one row per phase."""
         from rich.table import Table
 
-        table = Table(title="One prompt, served from each tier")
+        table = Table(
+            title="One prompt, served from each tier",
+            caption="device, dram, fs: prompt tokens served by that tier; "
+            "equal: the greedy tokens are those of the device hit",
+        )
         table.add_column("phase")
-        for column in ("first token", "recompute", "times faster"):
+        for column in ("first token", "recompute", "faster", *TIERS):
             table.add_column(column, justify="right")
-        for tier in TIERS:
-            table.add_column(f"tokens from {tier}", justify="right")
-        table.add_column("tokens equal")
+        table.add_column("equal")
         for phase in self.phases:
             table.add_row(
                 phase.name,
                 f"{phase.ttft_s:.3f} s",
                 f"{phase.recompute_ttft_s:.3f} s",
-                f"{phase.ratio:.1f}",
-                *(str(phase.hit_tokens.get(tier, 0)) for tier in TIERS),
+                f"{phase.ratio:.1f} x",
+                *(f"{phase.hit_tokens.get(tier, 0):,}" for tier in TIERS),
                 "yes" if phase.tokens_equal else "no",
             )
         return table
