@@ -102,7 +102,7 @@ class BlockPool:
         for _ in range(len(keys) - len(free)):
             gone = self._policy.victim()
             block = blocks.pop(gone)
-            assert block.ready and block.pins == 0, "the policy held a block that is in use"
+            assert block.pins == 0, "the policy held a block that is in use"
             free.append(block.slot)
             evicted.append(gone)
         filling: list[Block] = []
@@ -122,7 +122,8 @@ class BlockPool:
 
     def pin(self, block: Block) -> None:
         """Protect a ready block from eviction."""
-        assert block.ready and not block.condemned, "only a readable block can be pinned"
+        assert block.ready, "only a readable block can be pinned"
+        assert not block.condemned, "a forgotten block cannot be pinned"
         if block.pins == 0:
             self._policy.discard(block.key)
         block.pins += 1
