@@ -1,0 +1,1 @@
+"""The pure core: decides what moves. See `kvtier.core.manager`."""

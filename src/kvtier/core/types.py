@@ -11,7 +11,7 @@ from enum import Enum
 from typing import NewType
 
 BlockKey = NewType("BlockKey", bytes)
-"""Content address of a block: engine block hash + 4-byte big-endian group. Opaque but for the group."""
+"""Content address of a block: engine block hash + 4-byte big-endian group; opaque besides."""
 
 Slot = NewType("Slot", int)
 """Row of the primary region, `0 <= slot < num_slots`."""

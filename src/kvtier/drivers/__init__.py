@@ -1,0 +1,1 @@
+"""Drivers run the commands of the core against tiers."""

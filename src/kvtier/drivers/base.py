@@ -30,7 +30,8 @@ class SlotSource(Protocol):
 
 class SlotViews(Sequence[memoryview]):
     """Views of primary slots, made when they are asked for: on the driver's thread, not on the
-    scheduler's."""
+    scheduler's.
+    """
 
     __slots__ = ("_readonly", "_slots", "_source")
 

@@ -36,7 +36,8 @@ class Tier(Protocol):
 
     def write(self, key: BlockKey, data: Buffers) -> None:
         """Keep a block. Atomic: readers see all of it or nothing. A second write of a key is
-        harmless. `data` must not be kept after the return."""
+        harmless. `data` must not be kept after the return.
+        """
         ...
 
     def close(self) -> None:

@@ -1,0 +1,105 @@
+"""How much of what a request wishes it gets. Pure arithmetic over a scan.
+
+A request holds nothing until all that it is granted fits, and is never made to wait while it
+holds something: so there is no hold-and-wait. What is beyond the budget is cut off at once, so a
+prefix longer than the pool is served as its longest head that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtier.core.pool import BlockPool
+from kvtier.core.types import BlockKey, group_of
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What granting a scan would take.
+
+    Attributes:
+        missing: keys to promote, in the order asked.
+        resident: readable keys to pin, in the order asked.
+        slots: slots it takes from what is available now: promoted ones and evictable residents.
+        budget: what it adds to the promotion budget.
+        cut: keys beyond the budget: to be denied.
+        regroup: the cut moves the boundary of window groups, so the engine has to ask again.
+    """
+
+    missing: tuple[BlockKey, ...]
+    resident: tuple[BlockKey, ...]
+    slots: int
+    budget: int
+    cut: tuple[BlockKey, ...] = ()
+    regroup: bool = False
+
+
+def plan(
+    scan: Sequence[BlockKey],
+    wishes: Mapping[BlockKey, object],
+    pool: BlockPool,
+    budget_max: int,
+    windows: frozenset[int],
+) -> Plan:
+    """Plan a grant for one scan.
+
+    Args:
+        scan: keys in the order in which the engine asked for them.
+        wishes: keys of the scan that only a tier holds.
+        pool: the primary tier.
+        budget_max: slots that one grant may take at most.
+        windows: cache groups that are looked up from the right.
+    """
+    whole = _measure(scan, wishes, pool)
+    if whole.budget <= budget_max:
+        return whole
+    head, tail = _cut(scan, budget_max, windows)
+    kept = _measure(head, wishes, pool)
+    cut = tuple(key for key in tail if key in wishes)
+    regroup = any(group_of(key) in windows for key in scan)
+    return Plan(kept.missing, kept.resident, kept.slots, kept.budget, cut, regroup)
+
+
+def _measure(scan: Sequence[BlockKey], wishes: Mapping[BlockKey, object], pool: BlockPool) -> Plan:
+    missing: dict[BlockKey, None] = {}
+    resident: dict[BlockKey, None] = {}
+    slots = budget = 0
+    for key in scan:
+        block = pool.blocks.get(key)
+        if block is None:
+            if key in wishes and key not in missing:
+                missing[key] = None
+                slots += 1
+                budget += 1
+        elif block.ready and key not in resident:
+            resident[key] = None
+            slots += pool.evictable(block)
+            budget += block.holds == 0
+    return Plan(tuple(missing), tuple(resident), slots, budget)
+
+
+def _cut(
+    scan: Sequence[BlockKey], budget_max: int, windows: frozenset[int]
+) -> tuple[list[BlockKey], list[BlockKey]]:
+    """Split a scan: heads of the full groups, all at about the same boundary, and the rest.
+
+    Windows are kept whole: a part of a window is worth nothing.
+    """
+    groups: dict[int, list[BlockKey]] = {}
+    for key in dict.fromkeys(scan):
+        groups.setdefault(group_of(key), []).append(key)
+    in_windows = sum(len(keys) for group, keys in groups.items() if group in windows)
+    in_full = sum(len(keys) for group, keys in groups.items() if group not in windows)
+    room = max(0, budget_max - in_windows)
+    head: list[BlockKey] = []
+    tail: list[BlockKey] = []
+    for group, keys in groups.items():
+        if group in windows:
+            (head if room else tail).extend(keys)
+        else:
+            # Every full group ends at the same share of its keys: the same token boundary.
+            keep = min(len(keys), len(keys) * room // in_full)
+            head += keys[:keep]
+            tail += keys[keep:]
+    return head, tail

@@ -1,0 +1,381 @@
+"""The books of the manager: jobs in flight, beliefs, budgets, holds, events.
+
+Everything that a completion changes is changed here. Failure, lateness and reset are one
+mechanism: the key is forgotten now, its slot is free when its I/O has ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.core.limits import Limits
+from kvtier.core.pool import Block, BlockPool
+from kvtier.core.presence import PRESENT, Presence
+from kvtier.core.requests import Fill, Job, Request
+from kvtier.core.types import (
+    BlockKey,
+    Cleared,
+    Command,
+    Event,
+    JobId,
+    Probe,
+    Read,
+    Reason,
+    Removed,
+    Stored,
+    TierId,
+    Write,
+)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Running totals of decisions that no command, completion or event shows."""
+
+    skipped_store_blocks: list[int] = field(default_factory=list)  # per tier: over its budget
+    expired_jobs: list[int] = field(default_factory=list)  # per tier: gave up at the deadline
+    unstored_blocks: int = 0  # of the device: no slot was free or evictable
+    expired_waits: int = 0  # requests whose deadline passed
+    expired_holds: int = 0  # blocks let go before their request loaded them
+
+
+class Ledger:
+    """See the module. `now` is set by the manager at the start of each step."""
+
+    def __init__(self, pool: BlockPool, num_tiers: int, now: float, limits: Limits) -> None:
+        self.now = now
+        self.epoch = 0
+        self.presence = [Presence(limits.known_max, limits.absent_ttl_s) for _ in range(num_tiers)]
+        self.promoting = 0  # slots filling from tiers or held
+        self.writing = [0] * num_tiers  # slots pinned by cascades
+        self.owed: list[dict[BlockKey, None]] = [{} for _ in range(num_tiers)]
+        self.counts = Counts([0] * num_tiers, [0] * num_tiers)
+        self._pool = pool
+        self._limits = limits
+        self._jobs: dict[JobId, Job] = {}
+        self._deadlines: deque[Job] = deque()  # all jobs have the same patience: in order
+        self._holds: deque[tuple[float, Request]] = deque()
+        self._live = 0  # jobs not abandoned
+        self._last_job = 0
+        self._outbox: list[Command] = []
+        self._events: list[Event] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a completion that matters is due. Abandoned jobs are nobody's hurry."""
+        return self._live > 0 or bool(self._outbox)
+
+    @property
+    def jobs_in_flight(self) -> int:
+        """Jobs whose `Done` has not come, abandoned ones included."""
+        return len(self._jobs)
+
+    def take_commands(self) -> list[Command]:
+        """Commands since the last call."""
+        commands, self._outbox = self._outbox, []
+        return commands
+
+    def take_events(self) -> list[Event]:
+        """Events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    # -- issuing ----------------------------------------------------------
+
+    def probe(self, tier: TierId, keys: tuple[BlockKey, ...], waiters: dict[Request, None]) -> None:
+        """Ask a tier for keys on behalf of these requests."""
+        job = self._submit(Probe(tier, self._new_job(), keys, self.epoch))
+        job.waiters = waiters
+        for request in waiters:
+            request.waits.add(job)
+        self.presence[tier].set_probing(keys, job.command.job)
+
+    def wait_for_probe(self, request: Request, belief: float) -> None:
+        """Let a request wait for the running probe that a belief names."""
+        if (job := self._jobs.get(JobId(int(-belief)))) is not None:
+            job.waiters[request] = None
+            request.waits.add(job)
+
+    def promote(self, tier: TierId, keys: Sequence[BlockKey], request: Request) -> None:
+        """Read keys from a tier into fresh slots, for a request that will hold them."""
+        fill = Fill(tier)
+        fill.blocks = self.allocate(keys, fill)
+        fill.waiters[request] = list(fill.blocks)
+        request.waits.add(fill)
+        for block in fill.blocks:
+            block.holds = 1
+            request.origin[block.key] = tier
+        self.promoting += len(fill.blocks)
+        slots = tuple(b.slot for b in fill.blocks)
+        command = Read(tier, self._new_job(), tuple(keys), slots, self.epoch)
+        self._submit(command, fill.blocks, fill)
+
+    def cascade(self, blocks: Sequence[Block]) -> None:
+        """Write ready blocks to every tier that is not believed to hold them."""
+        for tier in range(len(self.presence)):
+            self.offer(TierId(tier), blocks)
+
+    def offer(self, tier: TierId, blocks: Sequence[Block]) -> None:
+        """Write blocks to one tier, as far as its budget goes; what is over is owed."""
+        beliefs = self.presence[tier].beliefs
+        fresh = [b for b in blocks if beliefs.get(b.key) != PRESENT]
+        room = self._limits.writing_max - self.writing[tier]
+        if len(fresh) > room:
+            self.counts.skipped_store_blocks[tier] += len(fresh) - room
+            # Never queued with a pin: offered again when the block is next used.
+            self.owed[tier].update(dict.fromkeys(b.key for b in fresh[room:]))
+            fresh = fresh[:room]
+        if not fresh:
+            return
+        for block in fresh:
+            self._pool.pin(block)
+        self.writing[tier] += len(fresh)
+        keys = tuple([b.key for b in fresh])
+        slots = tuple([b.slot for b in fresh])
+        self._submit(Write(tier, self._new_job(), keys, slots, self.epoch), fresh)
+
+    def offer_owed(self, blocks: Iterable[Block]) -> None:
+        """Blocks are being used: offer them to the tiers that did not get them earlier."""
+        for tier, owed in enumerate(self.owed):
+            if owed:
+                again = [b for b in blocks if b.key in owed]
+                for block in again:
+                    del owed[block.key]
+                if again:
+                    self.offer(TierId(tier), again)
+
+    def allocate(self, keys: Sequence[BlockKey], fill: Fill) -> list[Block]:
+        """Slots for keys, evicting if need be."""
+        blocks, evicted = self._pool.allocate(keys, fill)
+        if evicted:
+            for owed in self.owed:
+                for key in evicted if owed else ():
+                    owed.pop(key, None)
+            self._events.append(Removed(None, tuple(evicted), Reason.EVICTED))
+        return blocks
+
+    # -- holds ------------------------------------------------------------
+
+    def hold(self, request: Request, blocks: Iterable[Block]) -> None:
+        """Pin readable blocks for a request until it loads them, as far as the budget goes."""
+        room = self._limits.promoting_max - self.promoting
+        for block in blocks:
+            if block.key in request.held:
+                continue
+            if block.holds == 0:
+                if room == 0:
+                    continue
+                room -= 1
+                self.promoting += 1
+            self._pool.pin(block)
+            block.holds += 1
+            request.held[block.key] = block
+        request.held_until = self.now + self._limits.hold_s
+        self._holds.append((request.held_until, request))
+
+    def let_go(self, request: Request, keys: Iterable[BlockKey]) -> None:
+        """Unpin blocks that were held, the last one first: heads are to outlive tails."""
+        for key in reversed(tuple(keys)):
+            if (block := request.held.pop(key, None)) is not None:
+                self._release_hold(block)
+                self._pool.unpin(block)
+
+    def _release_hold(self, block: Block) -> None:
+        block.holds -= 1
+        self.promoting -= block.holds == 0
+
+    # -- completions ------------------------------------------------------
+
+    def finish(self, job_id: JobId, ok: Collection[BlockKey]) -> None:
+        """A driver reports the end of a job. One that is unknown is ignored: what another
+        process did is not asserted.
+        """
+        job = self._jobs.pop(job_id, None)
+        if job is None:
+            return
+        command = job.command
+        self._live -= not job.abandoned
+        good = [key for key in command.keys if key in ok]
+        bad = (
+            [key for key in command.keys if key not in ok] if len(good) < len(command.keys) else []
+        )
+        current = command.epoch == self.epoch
+        match command:
+            case Probe():
+                for request in job.waiters:
+                    request.waits.discard(job)
+                if current:
+                    self._believe(command.tier, good, bad)
+            case Write():
+                self.writing[command.tier] -= len(job.blocks)
+                if current:
+                    self._believe(command.tier, good, bad, Reason.FAILED)
+                for block in reversed(job.blocks):
+                    self._pool.unpin(block)
+            case Read():
+                if current and not job.abandoned:
+                    self._believe(command.tier, (), bad)
+                self._settle_read(job, ok)
+
+    def lost(self, tier: TierId, keys: Sequence[BlockKey], reason: Reason) -> None:
+        """A tier gave up blocks."""
+        gone = self.presence[tier].set_absent(keys, self.now)
+        if gone:
+            self._events.append(Removed(tier, tuple(gone), reason))
+
+    def expire(self) -> None:
+        """Give up jobs and holds whose time has passed."""
+        while self._deadlines and self._deadlines[0].deadline <= self.now:
+            job = self._deadlines.popleft()
+            if job.command.job in self._jobs and not job.abandoned:
+                self._abandon(job)
+        while self._holds and self._holds[0][0] <= self.now:
+            until, request = self._holds.popleft()
+            if request.held and request.held_until == until:
+                self.counts.expired_holds += len(request.held)
+                self.let_go(request, tuple(request.held))
+
+    def publish(self, blocks: Sequence[Block]) -> None:
+        """Bytes are good. The writer's pin stays with the caller."""
+        for block in blocks:
+            self._pool.publish(block)
+        if blocks:
+            self._events.append(Stored(None, tuple([b.key for b in blocks])))
+
+    def end_fill(self, fill: Fill, good: Sequence[Block]) -> None:
+        """Tell who waits for a fill that it ended; they hold the good blocks that they met."""
+        readable = set(good)
+        for request, met in fill.waiters.items():
+            if fill in request.waits:
+                request.waits.discard(fill)
+                if not request.queued:  # who waits for its turn holds nothing
+                    self.hold(request, [b for b in met if b in readable])
+        fill.waiters.clear()
+
+    def _believe(
+        self,
+        tier: TierId,
+        good: Sequence[BlockKey],
+        bad: Sequence[BlockKey],
+        reason: Reason = Reason.LOST,
+    ) -> None:
+        if good and (news := self.presence[tier].set_present(good)):
+            self._events.append(Stored(tier, tuple(news)))
+        if bad:
+            self.lost(tier, bad, reason)
+
+    def _settle_read(self, job: Job, ok: Collection[BlockKey]) -> None:
+        fill = job.fill
+        assert fill is not None, "a read fills something"
+        good = [b for b in fill.blocks if not b.condemned and b.key in ok]
+        self.publish(good)
+        self.end_fill(fill, good)
+        for block in reversed(fill.blocks):
+            self._release_hold(block)
+            if not block.condemned and not block.ready:
+                self._pool.forget(block)
+            self._pool.unpin(block)
+
+    def _abandon(self, job: Job) -> None:
+        """Give up on the keys; the slots wait for the driver's `Done`."""
+        job.abandoned = True
+        self._live -= 1
+        command = job.command
+        self.counts.expired_jobs[command.tier] += 1
+        for request in job.waiters:
+            request.waits.discard(job)
+        if command.epoch == self.epoch:
+            self.lost(command.tier, command.keys, Reason.FAILED)
+        if job.fill is not None:
+            self.end_fill(job.fill, ())
+            for block in job.fill.blocks:
+                if not block.condemned:
+                    self._pool.forget(block)
+
+    # -- reset ------------------------------------------------------------
+
+    def reset(self, *, keep_tiers: bool) -> None:
+        """Forget every key of the primary now. Jobs that were sent run on; their results are
+        ignored, and their slots come back with their `Done`.
+        """
+        for command in self._outbox:
+            self._recall(self._jobs.pop(command.job))
+        self._outbox.clear()
+        blocks = tuple(self._pool.blocks.values())
+        if readable := tuple([b.key for b in blocks if b.ready]):
+            self._events.append(Removed(None, readable, Reason.RESET))
+        for block in blocks:
+            self._pool.forget(block)
+        for job in self._jobs.values():
+            job.waiters = {}
+            if job.fill is not None:
+                job.fill.waiters.clear()
+        self._holds.clear()
+        for owed in self.owed:
+            owed.clear()
+        self._events.append(Cleared(None))
+        if not keep_tiers:
+            self.epoch += 1
+            for tier, presence in enumerate(self.presence):
+                if gone := tuple([k for k, b in presence.beliefs.items() if b == PRESENT]):
+                    self._events.append(Removed(TierId(tier), gone, Reason.RESET))
+                presence.clear()
+                self._events.append(Cleared(TierId(tier)))
+
+    def _recall(self, job: Job) -> None:
+        """Undo a job whose command was never sent."""
+        self._live -= 1
+        command = job.command
+        if isinstance(command, Probe):
+            for key in command.keys:
+                self.presence[command.tier].beliefs.pop(key, None)
+        elif isinstance(command, Write):
+            self.writing[command.tier] -= len(job.blocks)
+            for block in job.blocks:
+                self._pool.unpin(block)
+        else:
+            for block in job.blocks:
+                self._release_hold(block)
+                self._pool.forget(block)
+                self._pool.unpin(block)
+
+    # -- jobs -------------------------------------------------------------
+
+    def _new_job(self) -> JobId:
+        self._last_job += 1
+        return JobId(self._last_job)
+
+    def _submit(
+        self, command: Command, blocks: Sequence[Block] = (), fill: Fill | None = None
+    ) -> Job:
+        job = Job(command, self.now + self._limits.job_deadline_s, blocks, fill)
+        self._jobs[command.job] = job
+        self._deadlines.append(job)
+        self._live += 1
+        self._outbox.append(command)
+        return job
+
+    def check(self) -> None:
+        """Assert every invariant that concerns jobs and budgets. O(n): for tests."""
+        filling: set[Block] = set()
+        writing = [0] * len(self.writing)
+        for job in self._jobs.values():
+            assert job.abandoned or self.now < job.deadline, "a job without an end"
+            match job.command:
+                case Write(tier=tier):
+                    writing[tier] += len(job.blocks)
+                case Read():
+                    filling |= set(job.blocks)
+                    assert not job.abandoned or all(b.condemned for b in job.blocks), (
+                        "given up, but still pending"
+                    )
+                case Probe():
+                    pass
+        assert writing == self.writing, "the cascade budget does not add up"
+        assert all(n <= self._limits.writing_max for n in writing), "cascades over budget"
+        assert sum(not j.abandoned for j in self._jobs.values()) == self._live, "live jobs"
+        held = {b for b in self._pool.blocks.values() if b.holds} | filling
+        assert self.promoting == len(held), "the promotion budget does not add up"
+        assert self.promoting <= self._limits.promoting_max, "promotions over budget"

@@ -1,0 +1,1 @@
+"""Executors carry out copy plans: one per kind of device."""
