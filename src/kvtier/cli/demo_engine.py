@@ -27,13 +27,14 @@ from kvtier.cli.demo_lines import (
     Settle,
     Start,
 )
+from kvtier.metrics import JOBS_IN_FLIGHT, PINNED_SLOTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 HITS: Final = "vllm:prompt_tokens_cached_by_source"
-IN_FLIGHT: Final = ("vllm:kv_offload_tiering_active_cascade_jobs",)
-"""Gauges that are zero when nothing is on its way to a tier."""
+IN_FLIGHT: Final = (PINNED_SLOTS.name, JOBS_IN_FLIGHT.name)
+"""Gauges that are zero when nothing is on its way from the device to the pool, or to a tier."""
 
 _POLL_S: Final = 0.02
 
@@ -85,12 +86,12 @@ class Engine:
     def settle(self, order: Settle) -> Answer:
         """Waits until nothing is on its way from the device to the pool or from it to a tier."""
         for _ in self._steps(order.timeout_s):
-            gauges = [m.value for m in self._llm.get_metrics() if m.name in IN_FLIGHT]
-            if not gauges:
-                return Failed(f"the engine has none of the metrics {', '.join(IN_FLIGHT)}")
-            if not any(gauges):
+            levels = _levels(IN_FLIGHT)
+            if missing := [name for name, level in levels.items() if level is None]:
+                return Failed(f"the engine does not report {' and '.join(missing)}")
+            if not any(levels.values()):
                 return Done()
-        return Failed(f"blocks were still on their way to a tier after {order.timeout_s:.0f} s")
+        return Failed(f"blocks were still on their way after {order.timeout_s:.0f} s: {levels}")
 
     def drop_pool(self, order: DropPool) -> Answer:
         """Empties the device cache and the pool, as soon as no request's block is in use."""
@@ -120,6 +121,18 @@ class Engine:
             if metric.name == HITS:
                 by_source[metric.labels["source"]] += metric.value
         return by_source
+
+
+def _levels(names: Sequence[str]) -> dict[str, float | None]:
+    """Sums of gauges over tiers and engines, by name; None for one that nobody has reported.
+
+    Read from the registry, since `LLM.get_metrics` shows vLLM's own metrics only.
+    """
+    from prometheus_client import REGISTRY
+
+    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+    found = {name: [s.value for s in samples if s.name == name] for name in names}
+    return {name: sum(values) if values else None for name, values in found.items()}
 
 
 def _answer(engine: Engine, order: Order) -> Answer:
