@@ -24,6 +24,7 @@ from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews
 from kvtier.drivers.threaded import ThreadedDriver
 from kvtier.namespace import Namespace
 from kvtier.region import Region
+from kvtier.tiers.base import Tier
 from kvtier.tiers.registry import TierType, decode_settings, load_tier_type
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ class Offloader:
 
     def reset(self) -> None:
         """Forget the primary at once. The tiers' blocks stay valid only if the operator named the
-        state of the weights; else a fresh epoch hides them from now on."""
+        state of the weights; else a fresh epoch hides them from now on.
+        """
         if not self._keep_tiers and self._namespaces:
             self._namespaces.append(self._namespaces[0].with_epoch(secrets.token_hex(16)))
         self.core.reset(keep_tiers=self._keep_tiers)
@@ -143,8 +145,8 @@ class Offloader:
                 views = SlotViews(self.region, slots, readonly=True)
                 driver.submit_store(JobMetadata(job, keys, views, namespace))
 
-    def _opener(self, tier: ConfiguredTier) -> Callable[[str], object]:
-        def open_tier(digest: str) -> object:
+    def _opener(self, tier: ConfiguredTier) -> Callable[[str], Tier]:
+        def open_tier(digest: str) -> Tier:
             namespace = next(n for n in self._namespaces if n.digest == digest)
             return tier.tier_type.open(tier.options, digest, namespace.describe())
 
@@ -161,4 +163,3 @@ def limits_of(settings: Settings, num_slots: int, num_tiers: int) -> Limits:
         hold_s=settings.hold_ms / 1e3,
         absent_ttl_s=settings.absent_ttl_ms / 1e3,
     )
-

@@ -125,9 +125,7 @@ class KVTierManager(OffloadingManager):
 
     # -- transfers --------------------------------------------------------
 
-    def prepare_load(
-        self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> LoadStoreSpec:
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin the blocks of a hit, and say where they are."""
         try:
             slots = self._prepare_load(req_context.req_id, [BlockKey(key) for key in keys])
@@ -251,7 +249,8 @@ class KVTierManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         """Forget everything at once. vLLM flushes its transfers with the next step; slots that
-        those touch come back when that step has been run."""
+        those touch come back when that step has been run.
+        """
         try:
             self._offloader.reset()
         except Exception as error:  # noqa: BLE001 - nothing may escape
@@ -308,6 +307,6 @@ class KVTierManager(OffloadingManager):
     def _quietly(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - the state cannot be trusted any more
+        except Exception as error:
             log.error("kvtier: the cache cannot be reset", exc_info=error)
             self._switch_off()

@@ -41,7 +41,8 @@ class KVTierSpec(OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(
-        cls, extra_config: dict[str, Any]  # noqa: ARG003 - vLLM's signature
+        cls,
+        extra_config: dict[str, Any],  # noqa: ARG003 - vLLM's signature
     ) -> dict[str, OffloadingMetricMetadata]:
         """Definitions of kvtier's metrics for vLLM's Prometheus endpoint."""
         kinds = {Kind.COUNTER: OffloadingCounterMetadata, Kind.GAUGE: OffloadingGaugeMetadata}

@@ -87,7 +87,7 @@ class KVTierWorker(OffloadingWorker):
         job_id: int,
         src_spec: LoadStoreSpec,
         dst_spec: GPULoadStoreSpec,
-        expedited: bool = False,  # noqa: ARG002, FBT001, FBT002 - vLLM 0.33 passes it
+        expedited: bool = False,
     ) -> bool:
         """Start a load. Always accepted; a failure shows in the result."""
         assert isinstance(src_spec, PrimaryLoadStoreSpec), "slots come from kvtier's manager"
@@ -215,4 +215,3 @@ def _page_mapping(mapping: CanonicalPageMapping) -> PageMapping:
         mapping.writer_index,
         mapping.parallelism_agnostic,
     )
-
