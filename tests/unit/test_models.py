@@ -1,0 +1,84 @@
+"""Models for tests: the same bytes every time, made whole or not at all, never over somebody's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from kvtier.errors import ConfigError
+from kvtier.testing.models import make_gqa_model, make_hybrid_model, make_mla_model
+
+MAKERS = [make_gqa_model, make_hybrid_model, make_mla_model]
+
+
+def weights(path) -> bytes:
+    return (path / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_seed_decides_the_weights(make, tmp_path) -> None:
+    first = make(tmp_path / "first", seed=1)
+    assert weights(first) == weights(make(tmp_path / "again", seed=1))
+    assert weights(first) != weights(make(tmp_path / "other", seed=2))
+    assert (first / "generation_config.json").exists()
+
+
+def test_dtype_and_shape_reach_the_configuration(tmp_path) -> None:
+    path = make_gqa_model(tmp_path / "m", layers=3, heads=4, kv_heads=2, vocab=64, dtype="float32")
+    config = json.loads((path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["dtype"] == "float32"
+    assert config["num_hidden_layers"] == 3
+    assert config["num_key_value_heads"] == 2
+    assert config["vocab_size"] == 64
+
+
+def test_the_hybrid_model_has_both_kinds_of_attention(tmp_path) -> None:
+    config = json.loads((make_hybrid_model(tmp_path / "m") / "config.json").read_text())
+    assert config["layer_types"].count("full_attention") == 2
+    assert config["layer_types"].count("sliding_attention") == 4
+
+
+def test_the_same_model_is_used_again(tmp_path) -> None:
+    path = make_gqa_model(tmp_path / "m")
+    inode = (path / "model.safetensors").stat().st_ino
+    make_gqa_model(path)
+    assert (path / "model.safetensors").stat().st_ino == inode
+
+
+def test_another_model_of_ours_is_replaced(tmp_path) -> None:
+    before = weights(make_gqa_model(tmp_path / "m", seed=1))
+    assert weights(make_gqa_model(tmp_path / "m", seed=2)) != before
+
+
+def test_what_was_not_made_here_is_refused_and_kept(tmp_path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        make_gqa_model(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_an_empty_directory_is_filled(tmp_path) -> None:
+    assert (make_gqa_model(tmp_path) / "config.json").exists()
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path) -> None:
+    with pytest.raises(Exception, match=r"."):
+        make_gqa_model(tmp_path / "m", hidden=100, heads=7)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tokens_depend_on_the_prompt_and_do_not_collapse(tmp_path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(make_gqa_model(tmp_path / "m")).eval()
+    prompts = torch.randint(0, 2048, (2, 96), generator=torch.Generator().manual_seed(0))
+    prompts[1, 1:] = prompts[0, 1:]  # they differ in their first token only
+    with torch.no_grad():
+        found = model.generate(prompts, max_new_tokens=16, do_sample=False)[:, 96:].tolist()
+    assert found[0] != found[1]
+    assert len(set(found[0])) > 8
