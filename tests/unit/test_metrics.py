@@ -33,7 +33,7 @@ def test_table_is_well_formed():
     assert set(METRICS) == {f"kvtier:{name}" for name in names}
     for name, metric in METRICS.items():
         assert metric.name == name
-        assert re.fullmatch(r"kvtier:[a-z_]+", name)
+        assert re.fullmatch(r"vllm:kvtier_[a-z_]+", name)
         assert metric.documentation.endswith(".")
         assert metric.labels == (() if metric is INTERNAL_ERRORS else ("tier",))
 
