@@ -27,7 +27,8 @@ class Metric:
     """Definition of a metric.
 
     Attributes:
-        name: as exposed (vLLM itself reads back only names that begin with `vllm:`); the exporter appends `_total` to counters where it is its custom.
+        name: as exposed; the exporter appends `_total` to counters where it is its custom. It
+            begins with `vllm:`, since vLLM's own reader passes over other names.
         kind: how reports combine.
         documentation: one sentence with the unit.
         labels: names of its labels, in order; empty for a metric of the whole engine.
