@@ -249,7 +249,7 @@ def _refuse_contradictions(settings: Settings) -> None:
             f"to at most {settings.max_wait_ms} or raise max_wait_ms"
         )
     shares = settings.promotion_share + settings.cascade_share
-    if shares > MAX_POOL_SHARE + 1e-9:  # 0.6 + 0.3 must count as 0.9
+    if shares > MAX_POOL_SHARE + 1e-9:  # 0.34 + 0.56 must count as 0.9
         raise ConfigError(
             f"promotion_share = {settings.promotion_share} and cascade_share = "
             f"{settings.cascade_share} add up to {shares:.4g}: together they may take at most "

@@ -27,7 +27,8 @@ class Metric:
     """Definition of a metric.
 
     Attributes:
-        name: as exposed; the exporter appends `_total` to counters where it is its custom.
+        name: as exposed; the exporter appends `_total` to counters where it is its custom. It
+            begins with `vllm:`, since vLLM's own reader passes over other names.
         kind: how reports combine.
         documentation: one sentence with the unit.
         labels: names of its labels, in order; empty for a metric of the whole engine.
@@ -40,11 +41,11 @@ class Metric:
 
 
 def _counter(name: str, documentation: str, labels: tuple[str, ...] = ("tier",)) -> Metric:
-    return Metric(f"kvtier:{name}", Kind.COUNTER, documentation, labels)
+    return Metric(f"vllm:kvtier_{name}", Kind.COUNTER, documentation, labels)
 
 
 def _gauge(name: str, documentation: str) -> Metric:
-    return Metric(f"kvtier:{name}", Kind.GAUGE, documentation)
+    return Metric(f"vllm:kvtier_{name}", Kind.GAUGE, documentation)
 
 
 LOOKUP_BLOCKS = _counter("lookup_blocks", "Number of blocks whose presence was asked for.")

@@ -125,7 +125,7 @@ def _canonical_json(value: Fact) -> bytes:
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _OVERRIDE = "set weights_fingerprint to a label of your own that changes whenever the weights do"
 _REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]*(?:/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
-_REVISION = re.compile(r"(?!.*\.\.)\w[\w.-]*(?:/[\w.-]+)*", re.ASCII)
+_REVISION = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)*", re.ASCII)
 _BLOB_ID = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 _EDGE_BYTES = 64 * 1024
@@ -277,7 +277,7 @@ def _snapshot_revision(root: str) -> str | None:
 def _blob_id(path: str) -> str | None:
     """Content hash of a snapshot's file, if it is a link to `blobs/<hash>`."""
     folder, blob = os.path.split(os.path.realpath(path))
-    linked = os.path.islink(path) and os.path.basename(folder) == "blobs"
+    linked = os.path.basename(folder) == "blobs"
     return blob if linked and _BLOB_ID.fullmatch(blob) else None
 
 
@@ -368,7 +368,8 @@ def _named(
     config: Mapping[str, object], pattern: re.Pattern[str], prefix: str = ""
 ) -> Iterator[tuple[str, Fact]]:
     """Entries whose name matches, from nested configs too, under dotted names."""
-    for name, value in config.items():
+    for key, value in config.items():
+        name = str(key)  # tables of labels have numbers as keys
         if pattern.search(name):
             if value is not None:
                 yield prefix + name, _floats(value, prefix + name)

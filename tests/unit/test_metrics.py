@@ -30,10 +30,10 @@ def test_table_is_well_formed():
         *("corrupt_blocks", "skipped_store_blocks", "expired_waits", "internal_errors"),
         *("used_slots", "total_slots", "pinned_slots", "jobs_in_flight"),
     }
-    assert set(METRICS) == {f"kvtier:{name}" for name in names}
+    assert set(METRICS) == {f"vllm:kvtier_{name}" for name in names}
     for name, metric in METRICS.items():
         assert metric.name == name
-        assert re.fullmatch(r"kvtier:[a-z_]+", name)
+        assert re.fullmatch(r"vllm:kvtier_[a-z_]+", name)
         assert metric.documentation.endswith(".")
         assert metric.labels == (() if metric is INTERNAL_ERRORS else ("tier",))
 

@@ -215,7 +215,7 @@ class TestDirectory:
         (path,) = model.glob(f"*{suffix}")
         data = bytearray(path.read_bytes())
         stamp = path.stat()
-        for i in range(len(data) - 900_000, len(data)):  # the header stays as it was
+        for i in range(len(data) - 900_000, len(data) - 70_000):  # the ends stay as they were
             data[i] ^= 1
         path.write_bytes(data)
         os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
@@ -400,6 +400,8 @@ class TestHubCache:
         for revision in ("main", "v1", "refs/pr/1", COMMITS[0]):
             assert weights_fingerprint("org/name", revision) == found
         assert of(snapshot) == found
+        (hub / "link").symlink_to(snapshot)
+        assert of(hub / "link") == found
 
     def test_blobs_are_not_read(self, hub):
         snapshot = self.add(hub, COMMITS[0], b"one")
@@ -439,11 +441,24 @@ class TestHubCache:
         odd.write_bytes(b"two")
         assert of(snapshot) != before
 
-    @pytest.mark.parametrize("revision", ["v9", "..", "../blobs", ".", "a/../b", "a" * 39, "/etc"])
+    def test_a_link_out_of_the_cache_is_sampled(self, hub):
+        snapshot = self.add(hub, COMMITS[0], b"one")
+        (snapshot / "model.safetensors").unlink()
+        outside = hub / ("c" * 64)
+        outside.write_bytes(b"one")
+        (snapshot / "model.safetensors").symlink_to(outside)
+        before = of(snapshot)
+        outside.write_bytes(b"two")
+        assert of(snapshot) != before
+
+    @pytest.mark.parametrize(
+        "revision", ["v9", "..", "../blobs", ".", "pr/../main", "a" * 39, "/etc"]
+    )
     def test_an_unknown_revision_is_refused(self, hub, revision):
-        self.add(hub, COMMITS[0], b"one")
-        with pytest.raises(NamespaceError, match="weights_fingerprint"):
+        self.add(hub, COMMITS[0], b"one", ("main", "pr/1"))
+        with pytest.raises(NamespaceError, match="weights_fingerprint") as error:
             weights_fingerprint("org/name", revision)
+        assert "cannot be read" not in str(error.value)
 
     @pytest.mark.parametrize("pointer", ["../..", "", ".", COMMITS[1], "\xff"])
     def test_a_bad_pointer_is_refused(self, hub, pointer):
@@ -476,11 +491,14 @@ class TestRope:
     def test_number_types_do_not_count(self):
         assert rope_facts({"rope_theta": 10000}, 1) == rope_facts({"rope_theta": 10000.0}, 2)
         assert rope_facts({"rope_theta": 10000}, 1) != rope_facts({"rope_theta": 10001}, 1)
+        digests = {Namespace.of(rope_facts({"rope_theta": n}, 1)).digest for n in (10000, 10000.0)}
+        assert len(digests) == 1
 
     def test_picks_rope_and_nothing_else(self):
         config = {
             "hidden_size": 8,
             "properties": 1,
+            "id2label": {0: "rope"},
             "rope_theta": 1e6,
             "rope_scaling": None,
             "partial_rotary_factor": 0.5,

@@ -57,6 +57,7 @@ class Ledger:
         self._jobs: dict[JobId, Job] = {}
         self._deadlines: deque[Job] = deque()  # all jobs have the same patience: in order
         self._holds: deque[tuple[float, Request]] = deque()
+        self.jobs_in_flight = [0] * num_tiers  # whose `Done` has not come, abandoned or not
         self._live = 0  # jobs not abandoned
         self._last_job = 0
         self._outbox: list[Command] = []
@@ -66,11 +67,6 @@ class Ledger:
     def busy(self) -> bool:
         """Whether a completion that matters is due. Abandoned jobs are nobody's hurry."""
         return self._live > 0 or bool(self._outbox)
-
-    @property
-    def jobs_in_flight(self) -> int:
-        """Jobs whose `Done` has not come, abandoned ones included."""
-        return len(self._jobs)
 
     def take_commands(self) -> list[Command]:
         """Commands since the last call."""
@@ -197,6 +193,7 @@ class Ledger:
             return
         command = job.command
         self._live -= not job.abandoned
+        self.jobs_in_flight[command.tier] -= 1
         good = [key for key in command.keys if key in ok]
         bad = (
             [key for key in command.keys if key not in ok] if len(good) < len(command.keys) else []
@@ -328,6 +325,7 @@ class Ledger:
         """Undo a job whose command was never sent."""
         self._live -= 1
         command = job.command
+        self.jobs_in_flight[command.tier] -= 1
         if isinstance(command, Probe):
             for key in command.keys:
                 self.presence[command.tier].beliefs.pop(key, None)
@@ -354,6 +352,7 @@ class Ledger:
         self._jobs[command.job] = job
         self._deadlines.append(job)
         self._live += 1
+        self.jobs_in_flight[command.tier] += 1
         self._outbox.append(command)
         return job
 

@@ -74,7 +74,7 @@ def installed_version() -> str:
 
 
 def batch_copy_op(device_type: str) -> Callable[..., None] | None:
-    """vLLM's native batch of copies, if this build has it for this kind of device."""
+    """VLLM's native batch of copies, if this build has it for this kind of device."""
     if device_type not in ("cuda", "xpu"):
         return None
     try:
@@ -86,7 +86,7 @@ def batch_copy_op(device_type: str) -> Callable[..., None] | None:
 
 
 def current_engine_config() -> Any | None:
-    """vLLM's own configuration, where it can be seen: in workers, while they set up their cache.
+    """VLLM's own configuration, where it can be seen: in workers, while they set up their cache.
 
     The offloading interface passes no model revision, quantisation or attention backend, without
     which blocks cannot be shared safely beyond this process.

@@ -30,7 +30,7 @@ def engine_facts(engine: Any | None, device_type: str) -> dict[str, Any]:
         return {"known": False, "identity": {}, "windows": [], "refusals": []}
     model, cache = engine.model_config, engine.cache_config
     layers = engine.compilation_config.static_forward_context
-    hf_config = model.hf_config.to_dict()
+    hf_config = {str(k): _plain(v) for k, v in model.hf_config.to_dict().items()}
     algorithm = str(cache.prefix_caching_hash_algo)
     seed = os.environ.get("PYTHONHASHSEED")
     refusals = []
@@ -45,12 +45,12 @@ def engine_facts(engine: Any | None, device_type: str) -> dict[str, Any]:
             "mean something else in every process; use scales of the checkpoint"
         )
     identity = {
-        "architectures": list(hf_config.get("architectures") or ()),
+        "architectures": hf_config.get("architectures"),
         "model_dtype": str(model.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(cache.cache_dtype),
         "kv_cache_dtype_skip_layers": [str(x) for x in _get(cache, "kv_cache_dtype_skip_layers")],
         "quantization": str(model.quantization),
-        "quantization_config": _plain(hf_config.get("quantization_config")),
+        "quantization_config": hf_config.get("quantization_config"),
         "load_format": _load_format(engine),
         "rope": rope_facts(hf_config, model.max_model_len),
         "hash": {"algorithm": algorithm, "seed": seed},

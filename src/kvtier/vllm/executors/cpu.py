@@ -100,7 +100,7 @@ class CPUExecutor:
         self._thread = threading.Thread(target=self._run, name="kvtier-copy", daemon=True)
         self._thread.start()
 
-    def submit(self, job_id: int, plan: CopyPlan, *, store: bool) -> None:  # noqa: ARG002
+    def submit(self, job_id: int, plan: CopyPlan, *, store: bool) -> None:
         """Queue a copy. The forward pass of the CPU is synchronous: what it wrote is there."""
         with self._changed:
             self._queue.append((job_id, plan))

@@ -4,7 +4,7 @@ Each direction has one stream, so its copies run in the order of submission. Bot
 compute stream first: stores because the model still writes the KV, loads because pending writes
 and zeroing of their destination are ordered by nothing else.
 
-The rows are registered with the driver, in pieces; where that fails, copies are pageable and slower.
+The rows are registered with the driver, in pieces; where that fails, copies are pageable, slower.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _flat_storages(tensors: Sequence[torch.Tensor]) -> list[tuple[int, torch.Ten
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in flat:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            flat[storage.data_ptr()] = whole.set_(storage)  # type: ignore[call-overload]
+            flat[storage.data_ptr()] = whole.set_(storage)
     return list(flat.items())
 
 

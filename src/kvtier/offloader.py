@@ -1,0 +1,165 @@
+"""One engine's cache, assembled: region, core and the drivers of its tiers.
+
+Knows no engine. Its host calls `begin` when a step starts, `end` when it ends, and asks the core in
+between; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvtier.config import Settings, TierSettings
+from kvtier.core.limits import Limits
+from kvtier.core.manager import TieringManager
+from kvtier.core.policies.lru import LRU
+from kvtier.core.pool import BlockPool
+from kvtier.core.types import Command, Completion, Probe, Read, Write
+from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews
+from kvtier.drivers.threaded import ThreadedDriver
+from kvtier.namespace import Namespace
+from kvtier.region import Region
+from kvtier.tiers.base import Tier
+from kvtier.tiers.registry import TierType, decode_settings, load_tier_type
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ConfiguredTier:
+    """A tier as configured and checked, not opened yet."""
+
+    name: str
+    tier_type: TierType
+    options: msgspec.Struct
+
+    def preflight(self, setting: str) -> None:
+        """Check what can be checked before anything is made. Raises ConfigError."""
+        self.tier_type.preflight(self.options, setting)
+
+
+def configure_tiers(tiers: Sequence[TierSettings]) -> tuple[ConfiguredTier, ...]:
+    """Decode and check every tier's own options.
+
+    Raises:
+        ConfigError: naming the option; nothing has been created then.
+    """
+    configured = []
+    for place, tier in enumerate(tiers):
+        setting = f"secondary_tiers[{place}]"
+        tier_type = load_tier_type(tier.type, f"{setting}.type")
+        options = decode_settings(tier_type, tier.plain_options(), setting)
+        configured.append(ConfiguredTier(tier.name, tier_type, options))
+        configured[-1].preflight(setting)
+    return tuple(configured)
+
+
+class Offloader:
+    """See the module.
+
+    Args:
+        settings: of the engine.
+        tiers: configured ones, in order.
+        region: the primary region; owned from now on.
+        namespace: under which blocks are shared; None only when there are no tiers.
+        windows: cache groups that are looked up from the right.
+        clock: seconds, monotonic.
+
+    Attributes:
+        core: decides; asked by the host.
+        drivers: one per tier, in order.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        tiers: Sequence[ConfiguredTier],
+        region: Region,
+        namespace: Namespace | None,
+        windows: frozenset[int] = frozenset(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert namespace is not None or not tiers, "a tier needs a namespace"
+        num_slots = region.geometry.num_slots
+        self.tiers = tuple(tiers)
+        self.region = region
+        self._keep_tiers = settings.weights_epoch is not None
+        self._clock = clock
+        self._namespaces = [namespace] if namespace is not None else []
+        self.core = TieringManager(
+            BlockPool(num_slots, LRU(num_slots)),
+            len(tiers),
+            clock(),
+            limits_of(settings, num_slots, len(tiers)),
+            windows,
+        )
+        self.drivers: tuple[SecondaryTierManager, ...] = tuple(
+            ThreadedDriver(
+                tier.name, self._opener(tier), num_threads=tier.tier_type.num_threads(tier.options)
+            )
+            for tier in tiers
+        )
+
+    def begin(self) -> None:
+        """A step begins: tell the core what the tiers finished."""
+        completions: list[Completion] = []
+        for driver in self.drivers:
+            completions += driver.get_finished()
+        self.core.begin_step(self._clock(), completions)
+
+    def end(self) -> None:
+        """A step ends: hand the core's commands to the tiers."""
+        for command in self.core.end_step():
+            self._submit(command)
+
+    def reset(self) -> None:
+        """Forget the primary at once. The tiers' blocks stay valid only if the operator named the
+        state of the weights; else a fresh epoch hides them from now on.
+        """
+        if not self._keep_tiers and self._namespaces:
+            self._namespaces.append(self._namespaces[0].with_epoch(secrets.token_hex(16)))
+        self.core.reset(keep_tiers=self._keep_tiers)
+
+    def close(self) -> None:
+        """Stop the drivers, as far as they stop soon; never wait for a tier that hangs."""
+        for tier, driver in zip(self.tiers, self.drivers, strict=True):
+            if not driver.close():
+                log.warning("Tier %s is still busy; left alone", tier.name)
+        self.region.close()
+
+    def _submit(self, command: Command) -> None:
+        driver = self.drivers[command.tier]
+        namespace = self._namespaces[command.epoch].digest
+        match command:
+            case Probe(job=job, keys=keys):
+                driver.submit_lookup(JobMetadata(job, keys, (), namespace))
+            case Read(job=job, keys=keys, slots=slots):
+                views = SlotViews(self.region, slots, readonly=False)
+                driver.submit_load(JobMetadata(job, keys, views, namespace))
+            case Write(job=job, keys=keys, slots=slots):
+                views = SlotViews(self.region, slots, readonly=True)
+                driver.submit_store(JobMetadata(job, keys, views, namespace))
+
+    def _opener(self, tier: ConfiguredTier) -> Callable[[str], Tier]:
+        def open_tier(digest: str) -> Tier:
+            namespace = next(n for n in self._namespaces if n.digest == digest)
+            return tier.tier_type.open(tier.options, digest, namespace.describe())
+
+        return open_tier
+
+
+def limits_of(settings: Settings, num_slots: int, num_tiers: int) -> Limits:
+    """The bounds of one engine: shares of the pool, turned into slots."""
+    return Limits(
+        promoting_max=max(1, int(num_slots * settings.promotion_share)),
+        writing_max=max(1, int(num_slots * settings.cascade_share) // max(num_tiers, 1)),
+        job_deadline_s=settings.job_deadline_ms / 1e3,
+        wait_max_s=settings.max_wait_ms / 1e3,
+        hold_s=settings.hold_ms / 1e3,
+        absent_ttl_s=settings.absent_ttl_ms / 1e3,
+    )

@@ -1,0 +1,1 @@
+"""Tiers: places that keep blocks outside the primary tier. `registry` finds them by name."""

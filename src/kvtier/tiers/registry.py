@@ -1,0 +1,176 @@
+"""Which kinds of tiers there are, and how an installed package adds one.
+
+A kind is found by the `type` of a tier's settings, in this order:
+
+1. `pkg.mod:Class`: imported as it is;
+2. a name in `TIER_TYPES`;
+3. the name of an entry point in the group `kvtier.tiers`.
+
+Nothing is imported before its `type` is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import msgspec
+
+from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from kvtier.tiers.base import Tier
+
+ENTRY_POINT_GROUP = "kvtier.tiers"
+
+
+@runtime_checkable
+class TierType(Protocol):
+    """One kind of tier. Registered as an instance, or as a class that takes no arguments.
+
+    Attributes:
+        settings_type: frozen `msgspec.Struct` with `forbid_unknown_fields`; decides what a user may
+            write beside `type`. Passed to the methods below.
+        default_name: name of a tier whose settings give none.
+        medium: what events call the medium, e.g. `STORAGE`.
+        locality: `LOCAL` or `REMOTE`, as events say it.
+    """
+
+    settings_type: type[msgspec.Struct]
+    default_name: str
+    medium: str
+    locality: str
+
+    def num_threads(self, settings: Any) -> int:
+        """Threads that call the tier, at least 2."""
+        ...
+
+    def preflight(self, settings: Any, setting: str) -> None:
+        """Check at start what can be checked before a namespace is known.
+
+        Args:
+            settings: of `settings_type`.
+            setting: path of this tier's settings, e.g. `secondary_tiers[0]`.
+
+        Raises:
+            ConfigError: the tier can never work with these settings.
+        """
+        ...
+
+    def open(self, settings: Any, namespace: str, facts: Mapping[str, object]) -> Tier:
+        """Open one namespace; called on a tier thread, may block and raise.
+
+        Args:
+            settings: of `settings_type`.
+            namespace: hex digest, 64 characters.
+            facts: what the namespace stands for, JSON-able, without secrets.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """Where one of our own kinds lives, and the extra of this package that it needs."""
+
+    target: str
+    extra: str = ""
+
+
+TIER_TYPES: Mapping[str, BuiltIn] = {
+    "fs": BuiltIn("kvtier.tiers.fs:FsTierType"),
+    "memory": BuiltIn("kvtier.tiers.memory:MemoryTierType"),
+}
+
+
+def tier_type_names() -> list[str]:
+    """Every name that `type` may have, sorted; `pkg.mod:Class` comes on top of them."""
+    return sorted({*TIER_TYPES, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def load_tier_type(name: str, setting: str) -> TierType:
+    """The kind of tier that a `type` names.
+
+    Args:
+        name: the `type`.
+        setting: path of the setting that names it, e.g. `secondary_tiers[0].type`.
+
+    Raises:
+        ConfigError: unknown, not importable, or not a `TierType`.
+    """
+    target, install = _find(name, setting)
+    module_name, _, attribute = target.partition(":")
+    try:
+        found: object = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, ValueError) as error:  # an empty module name is a ValueError
+        raise ConfigError(
+            f"{setting} is {name!r}, which cannot be imported ({error}){install}"
+        ) from (error)
+    except AttributeError as error:
+        raise ConfigError(
+            f"{setting} is {name!r}, but the module {module_name!r} has no {attribute!r}"
+        ) from error
+    if isinstance(found, type):
+        found = found()
+    if not isinstance(found, TierType):
+        raise ConfigError(
+            f"{setting} is {name!r}, which is not a kvtier.tiers.registry.TierType: it needs "
+            f"settings_type, default_name, medium, locality, num_threads, preflight and open"
+        )
+    return found
+
+
+def decode_settings(
+    tier_type: TierType, options: Mapping[str, object], setting: str
+) -> msgspec.Struct:
+    """A tier's own options, checked strictly.
+
+    Args:
+        tier_type: the kind of tier.
+        options: what the user wrote, without the keys that all tiers share (`type`, `name`, ...).
+        setting: path of this tier's settings, e.g. `secondary_tiers[0]`.
+
+    Raises:
+        ConfigError: an option is unknown, missing, or has a value that is not allowed.
+    """
+    allowed = tier_type.settings_type.__struct_encode_fields__
+    for option in options:
+        if option not in allowed:
+            raise ConfigError(
+                f"{setting}.{option} is no option of this tier"
+                f"{_suggestion(option, allowed)}; its options are {', '.join(sorted(allowed))}"
+            )
+    try:
+        return msgspec.convert(options, tier_type.settings_type, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{setting}: {error} (given: {dict(options)!r})") from error
+
+
+def _find(name: str, setting: str) -> tuple[str, str]:
+    """Import target of a `type`, and what to install if its import fails."""
+    if ":" in name:
+        return name, ": is its package installed in this environment?"
+    if built_in := TIER_TYPES.get(name):
+        extra = f"[{built_in.extra}]" if built_in.extra else ""
+        return built_in.target, f": pip install 'kvtier{extra}'"
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if point.name == name:
+            extras = f"[{','.join(point.extras)}]" if point.extras else ""
+            package = point.dist.name if point.dist else point.module
+            return f"{point.module}:{point.attr}", f": pip install '{package}{extras}'"
+    names = tier_type_names()
+    raise ConfigError(
+        f"{setting} is {name!r}, which is no kind of tier{_suggestion(name, names)}; "
+        f"there are {', '.join(names)}, and 'package.module:Class' for one of your own"
+    )
+
+
+def _suggestion(word: str, among: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, among, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

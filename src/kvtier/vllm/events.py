@@ -1,0 +1,73 @@
+"""kvtier's events and tiers in vLLM's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey, ReqContext
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.core.types import BlockKey, Event, Removed, Stored, TierId
+from kvtier.offloader import ConfiguredTier
+
+
+class EventTranslator:
+    """Events of the core as vLLM's `OffloadingEvent`s; `ownership` is the name of the tier.
+
+    `Cleared` needs no event of its own: the core names every block that a reset removes.
+    """
+
+    def __init__(self, tiers: Sequence[ConfiguredTier]) -> None:
+        self._tiers = tiers
+
+    def translate(self, events: Iterable[Event]) -> Iterator[OffloadingEvent]:
+        """In the order in which they became true."""
+        for event in events:
+            match event:
+                case Stored(tier=tier, keys=keys):
+                    yield self._event(tier, keys, removed=False)
+                case Removed(tier=tier, keys=keys):
+                    yield self._event(tier, keys, removed=True)
+
+    def _event(
+        self, tier: TierId | None, keys: Sequence[BlockKey], *, removed: bool
+    ) -> OffloadingEvent:
+        names = [OffloadKey(key) for key in keys]
+        if tier is None:
+            # vLLM keeps a block's payload until its removal from the primary.
+            return OffloadingEvent(names, Medium.CPU, removed, removal_expected=True)
+        configured = self._tiers[tier]
+        return OffloadingEvent(
+            names, medium_of(configured), removed, locality_of(configured), configured.name
+        )
+
+
+def medium_of(tier: ConfiguredTier) -> Medium:
+    """Medium of a tier, as vLLM's events and filters name it."""
+    return Medium[tier.tier_type.medium]
+
+
+def locality_of(tier: ConfiguredTier) -> Locality:
+    """Locality of a tier, as vLLM's events and filters name it."""
+    return Locality[tier.tier_type.locality]
+
+
+def hit_source(tier: ConfiguredTier) -> CacheHitSource:
+    """Source of a hit, in vLLM's statistics."""
+    if medium_of(tier) is Medium.CPU:
+        return CacheHitSource.HOST
+    if locality_of(tier) is Locality.LOCAL:
+        return CacheHitSource.DISK
+    return CacheHitSource.EXTERNAL_UNSPECIFIED
+
+
+def allowed_tiers(tiers: Sequence[ConfiguredTier], req_context: ReqContext) -> set[TierId] | None:
+    """Tiers that a request may load from (`kv_load_tiers`); None: all of them."""
+    chosen = getattr(req_context, "load_tier_filter", None)
+    if chosen is None or chosen is type(chosen).ALL:
+        return None
+    return {
+        TierId(place)
+        for place, tier in enumerate(tiers)
+        if chosen.allows(medium_of(tier), locality_of(tier))
+    }

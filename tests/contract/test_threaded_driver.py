@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier.drivers.threaded import LOOKUP_BATCH, OPEN_TIERS_MAX, ThreadedDriver
+from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, ArraySlots, block_of, key_of
+from kvtier.testing.contract import DriverContract
+from kvtier.testing.faults import Fail, FaultyTier
+from kvtier.tiers.files import FilesTier
+from kvtier.tiers.memory import MemoryTier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier.core.types import BlockKey
+    from kvtier.drivers.base import SecondaryTierManager
+    from kvtier.tiers.base import Buffers, Tier
+
+drive = DriverContract()
+
+
+def namespace_of(i: int) -> str:
+    return hashlib.sha256(str(i).encode()).hexdigest()
+
+
+class TestThreadedDriver(DriverContract):
+    def make_over(self, tier: Tier) -> SecondaryTierManager:
+        return ThreadedDriver("test", lambda namespace: tier, num_threads=4)
+
+
+class TestThreadedDriverWithTwoThreads(DriverContract):
+    def make_over(self, tier: Tier) -> SecondaryTierManager:
+        return ThreadedDriver("test", lambda namespace: tier, num_threads=2)
+
+
+class TestThreadedDriverOverFiles(DriverContract):
+    @pytest.fixture(autouse=True)
+    def place(self, tmp_path) -> None:
+        self.root = tmp_path
+
+    def make(self) -> SecondaryTierManager:
+        return ThreadedDriver("fs", lambda namespace: FilesTier(self.root, namespace), 4)
+
+
+class RecordingTier(MemoryTier):
+    """Notes which thread does what; all of its first calls meet before they go on."""
+
+    def __init__(self, parties: int) -> None:
+        super().__init__()
+        self.meeting = threading.Barrier(parties)
+        self.met = threading.local()
+        self.done: dict[str, list[str]] = {}
+
+    def note(self, what: str) -> None:
+        if not hasattr(self.met, "once"):
+            self.met.once = True
+            self.meeting.wait(30)
+            return
+        self.done.setdefault(threading.current_thread().name, []).append(what)
+
+    def read(self, key: BlockKey, into: Buffers) -> None:
+        self.note("load")
+        super().read(key, into)
+
+    def write(self, key: BlockKey, data: Buffers) -> None:
+        self.note("store")
+        super().write(key, data)
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self.note("lookup")
+        return super().exists(keys)
+
+
+def test_loads_and_lookups_go_first_except_on_one_thread() -> None:
+    tier = RecordingTier(parties=4)
+    driver = ThreadedDriver("x", lambda namespace: tier, num_threads=3)
+    keys = [key_of(i) for i in range(120)]
+    slots = ArraySlots(len(keys))
+    driver.submit_load(drive.job(1, keys[:3], slots))  # all three threads wait at the barrier
+    driver.submit_store(drive.job(2, keys, slots, readonly=True))
+    driver.submit_load(drive.job(3, keys, slots))
+    driver.submit_lookup(drive.job(4, keys))
+    tier.meeting.wait(30)
+    drive.wait(driver, 1, 2, 3, 4)
+    assert driver.close()
+    for thread, done in tier.done.items():
+        stores_first = thread == "kvtier-x-0"
+        assert done == sorted(done, key=lambda what: (what == "store") != stores_first), thread
+
+
+def test_blocks_of_a_job_move_in_parallel() -> None:
+    tier = RecordingTier(parties=4)  # passes only if all four threads are in it at once
+    driver = ThreadedDriver("x", lambda namespace: tier, num_threads=4)
+    assert len(drive.store(driver, 1, [key_of(i) for i in range(4)])) == 4
+    assert driver.close()
+
+
+def test_lookups_are_cut_into_batches() -> None:
+    tier = FaultyTier(MemoryTier())
+    driver = ThreadedDriver("x", lambda namespace: tier)
+    drive.lookup(driver, 1, [key_of(i) for i in range(2 * LOOKUP_BATCH + 1)])
+    assert tier.calls["exists"] == 3
+    assert driver.close()
+
+
+def test_a_namespace_is_opened_by_its_first_job_on_a_tier_thread() -> None:
+    opened: list[tuple[str, str]] = []
+
+    def open_tier(namespace: str) -> Tier:
+        opened.append((namespace, threading.current_thread().name))
+        return MemoryTier()
+
+    driver = ThreadedDriver("x", open_tier, num_threads=4)
+    assert opened == []
+    for job_id in range(3):
+        drive.store(driver, job_id, [key_of(i) for i in range(8)])
+    assert [namespace for namespace, _ in opened] == [NAMESPACE]
+    assert opened[0][1].startswith("kvtier-x-")
+    assert driver.close()
+
+
+def test_namespaces_are_kept_apart() -> None:
+    driver = ThreadedDriver("x", lambda namespace: MemoryTier())
+    drive.store(driver, 1, [key_of(1)], namespace_of(1))
+    assert drive.lookup(driver, 2, [key_of(1)], namespace_of(2)) == frozenset()
+    assert drive.lookup(driver, 3, [key_of(1)], namespace_of(1)) == {key_of(1)}
+    assert driver.close()
+
+
+class ClosingTier(MemoryTier):
+    def __init__(self, closed: list[str], namespace: str) -> None:
+        super().__init__()
+        self.closed = closed
+        self.namespace = namespace
+
+    def close(self) -> None:
+        self.closed.append(self.namespace)
+
+
+def test_old_namespaces_are_closed_once_unused_longest_first() -> None:
+    closed: list[str] = []
+    driver = ThreadedDriver("x", lambda namespace: ClosingTier(closed, namespace))
+    for i in range(OPEN_TIERS_MAX):
+        drive.lookup(driver, i, [key_of(1)], namespace_of(i))
+    drive.lookup(driver, 50, [key_of(1)], namespace_of(0))
+    assert closed == []
+    drive.lookup(driver, 51, [key_of(1)], namespace_of(99))
+    assert closed == [namespace_of(1)]
+    assert driver.close()
+    assert sorted(closed) == sorted([*map(namespace_of, range(OPEN_TIERS_MAX)), namespace_of(99)])
+
+
+def test_a_failure_to_open_is_tried_again_with_backoff(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    attempts: list[float] = []
+    broken = True
+
+    def open_tier(namespace: str) -> Tier:
+        attempts.append(now)
+        if broken:
+            raise OSError(errno.EACCES, "no")
+        return MemoryTier()
+
+    driver = ThreadedDriver("x", open_tier, num_threads=2, clock=lambda: now)
+    with caplog.at_level(logging.WARNING):
+        for job_id, later in enumerate([0, 0.5, 0.5, 1.9, 0.2, 3.8, 0.3, 59]):
+            now += later
+            assert drive.store(driver, job_id, [key_of(1), key_of(2)]) == frozenset()
+    assert attempts == pytest.approx([100, 101, 103.1, 107.2, 166.2])
+    assert len(caplog.records) == 1
+    assert "EACCES" in caplog.text or "PermissionError" in caplog.text
+    assert driver.counters().write_failures == 16
+    broken = False
+    now += 60
+    assert drive.store(driver, 90, [key_of(1)]) == {key_of(1)}
+    assert driver.close()
+
+
+def test_one_warning_per_cause(caplog: pytest.LogCaptureFixture) -> None:
+    tier = FaultyTier(MemoryTier())
+    driver = ThreadedDriver("x", lambda namespace: tier)
+    keys = [key_of(i) for i in range(10)]
+    with caplog.at_level(logging.WARNING):
+        tier.script("write", Fail(OSError(errno.ENOSPC, "full")))
+        drive.store(driver, 1, keys)
+        tier.heal()
+        tier.script("write", Fail(OSError(errno.EIO, "broken")))
+        drive.store(driver, 2, keys)
+        tier.heal()
+        tier.script("exists", Fail(ValueError("what")))
+        drive.lookup(driver, 3, keys)
+        drive.lookup(driver, 4, keys)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 3
+    assert driver.counters().write_failures == 20
+    assert driver.close()
+
+
+def test_a_tier_that_answers_for_too_few_keys_is_a_failure() -> None:
+    class Curt(MemoryTier):
+        def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+            return [True]
+
+    driver = ThreadedDriver("x", lambda namespace: Curt())
+    assert drive.lookup(driver, 1, [key_of(1), key_of(2)]) == frozenset()
+    assert driver.counters().lookup_failures == 1
+    assert driver.close()
+
+
+def test_a_failing_delete_or_close_harms_nothing() -> None:
+    class Stubborn(MemoryTier):
+        def delete(self, key: BlockKey) -> None:
+            raise OSError(errno.EROFS, "read-only")
+
+        def close(self) -> None:
+            raise OSError(errno.EIO, "broken")
+
+    tier = Stubborn()
+    driver = ThreadedDriver("x", lambda namespace: tier)
+    tier.write(key_of(1), (memoryview(bytes(4096 + BLOCK_BYTES)),))
+    assert drive.load(driver, 1, [key_of(1)]) == frozenset()
+    assert driver.counters().corrupt_blocks == 1
+    assert driver.counters().read_failures == 0
+    assert driver.close()
+
+
+def test_seconds_are_those_of_the_clock() -> None:
+    now = 0.0
+
+    class Slow(MemoryTier):
+        def write(self, key: BlockKey, data: Buffers) -> None:
+            nonlocal now
+            now += 2.0
+            super().write(key, data)
+
+        def read(self, key: BlockKey, into: Buffers) -> None:
+            nonlocal now
+            now += 3.0
+            super().read(key, into)
+
+    tier = Slow()
+    driver = ThreadedDriver("x", lambda namespace: tier, clock=lambda: now)
+    drive.store(driver, 1, [key_of(1)])
+    drive.load(driver, 2, [key_of(1)])
+    assert (driver.counters().write_seconds, driver.counters().read_seconds) == (2.0, 3.0)
+    assert driver.close()
+
+
+def test_a_slot_view_that_cannot_be_made_fails_its_block() -> None:
+    driver = ThreadedDriver("x", lambda namespace: MemoryTier())
+    driver.submit_store(drive.job(1, [key_of(1), key_of(2)]))  # no slots at all
+    assert drive.wait(driver, 1)[1] == frozenset()
+    assert driver.close()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_threads_leave_a_pinned_core() -> None:
+    allowed = os.sched_getaffinity(0)
+    seen: list[set[int]] = []
+
+    def open_tier(namespace: str) -> Tier:
+        seen.append(os.sched_getaffinity(0))
+        return MemoryTier()
+
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        driver = ThreadedDriver("x", open_tier)
+        drive.lookup(driver, 1, [key_of(1)])
+        assert os.sched_getaffinity(0) == {min(allowed)}, "the caller stays where it was"
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert seen == [allowed]
+    assert driver.close()
+
+
+def test_a_fresh_driver_finds_what_the_last_one_stored(tmp_path) -> None:
+    keys = [key_of(i) for i in range(10)]
+    for attempt in range(2):
+        driver = ThreadedDriver("fs", lambda namespace: FilesTier(tmp_path, namespace))
+        if attempt == 0:
+            drive.store(driver, 1, keys)
+        else:
+            assert drive.lookup(driver, 1, keys) == frozenset(keys)
+            assert drive.load(driver, 2, keys) == frozenset(keys)
+        assert driver.close()
+
+
+def test_a_file_damaged_on_disk_is_a_miss_and_goes(tmp_path) -> None:
+    driver = ThreadedDriver("fs", lambda namespace: FilesTier(tmp_path, namespace))
+    drive.store(driver, 1, [key_of(1)])
+    (path,) = [path for path in tmp_path.rglob("*") if path.name == key_of(1).hex()]
+    content = bytearray(path.read_bytes())
+    assert bytes(content[4096:]) == block_of(key_of(1))
+    content[5000] ^= 4
+    path.write_bytes(content)
+    assert drive.load(driver, 2, [key_of(1)]) == frozenset()
+    assert not path.exists()
+    assert driver.close()
