@@ -126,9 +126,8 @@ def test_an_interrupted_demo_leaves_no_process(tmp_path, environment) -> None:
 
 
 def test_a_metric_that_is_not_there_is_named(tmp_path, environment) -> None:
-    pytest.importorskip("prometheus_client")
     with (
-        pytest.raises(DemoError, match="does not report kvtier:pinned_slots"),
+        pytest.raises(DemoError, match="does not report vllm:kvtier_pinned_slots"),
         engine_life(start(), tmp_path / "log", environment) as engine,
     ):
         engine.settle(5.0)
