@@ -59,6 +59,15 @@ def configure_tiers(tiers: Sequence[TierSettings]) -> tuple[ConfiguredTier, ...]
     return tuple(configured)
 
 
+MakeDriver = Callable[[ConfiguredTier, Callable[[str], Tier]], SecondaryTierManager]
+
+
+def on_threads(tier: ConfiguredTier, open_tier: Callable[[str], Tier]) -> SecondaryTierManager:
+    """Run a tier on threads of this process."""
+    num_threads = tier.tier_type.num_threads(tier.options)
+    return ThreadedDriver(tier.name, open_tier, num_threads=num_threads)
+
+
 class Offloader:
     """See the module.
 
@@ -69,6 +78,7 @@ class Offloader:
         namespace: under which blocks are shared; None only when there are no tiers.
         windows: cache groups that are looked up from the right.
         clock: seconds, monotonic.
+        make_driver: runs a tier, given a function that opens it for a namespace's digest.
 
     Attributes:
         core: decides; asked by the host.
@@ -83,6 +93,7 @@ class Offloader:
         namespace: Namespace | None,
         windows: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
+        make_driver: MakeDriver | None = None,
     ) -> None:
         assert namespace is not None or not tiers, "a tier needs a namespace"
         num_slots = region.geometry.num_slots
@@ -98,11 +109,9 @@ class Offloader:
             limits_of(settings, num_slots, len(tiers)),
             windows,
         )
+        make = make_driver or on_threads
         self.drivers: tuple[SecondaryTierManager, ...] = tuple(
-            ThreadedDriver(
-                tier.name, self._opener(tier), num_threads=tier.tier_type.num_threads(tier.options)
-            )
-            for tier in tiers
+            make(tier, self._opener(tier)) for tier in tiers
         )
 
     def begin(self) -> None:
