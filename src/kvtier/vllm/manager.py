@@ -74,6 +74,7 @@ class KVTierManager(OffloadingManager):
         self._errors = 0
         self._causes: set[str] = set()
         self._off = False
+        self._reset_due = False
 
     # -- lookups ----------------------------------------------------------
 
@@ -201,6 +202,10 @@ class KVTierManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Scheduling of a step is over: tell the tiers what to do."""
         self._schedules += 1
+        if self._reset_due:
+            self._reset_due = False
+            self._quietly(self._offloader.reset)
+            self._fence_at = self._schedules + 1
         try:
             if self._off:
                 return
@@ -296,9 +301,7 @@ class KVTierManager(OffloadingManager):
             return
         if self._errors >= _ERRORS_UNTIL_OFF:
             self._switch_off()
-            return
-        self._quietly(self._offloader.reset)
-        self._fence_at = self._schedules + 1
+        self._reset_due = True  # at the end of the step: hits of this one may still be loaded
 
     def _switch_off(self) -> None:
         self._off = True
