@@ -204,8 +204,9 @@ class KVTierManager(OffloadingManager):
         self._schedules += 1
         if self._reset_due:
             self._reset_due = False
+            # The engine flushes nothing for this reset, so slots under its transfers stay fenced
+            # until one of its own.
             self._quietly(self._offloader.reset)
-            self._fence_at = self._schedules + 1
         try:
             if self._off:
                 return
@@ -219,7 +220,7 @@ class KVTierManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping for kvtier's sake."""
-        return not self._off and self._core.busy
+        return not self._off and (self._core.busy or self._fence_at is not None)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What changed in kvtier's metrics; vLLM asks at the end of every step."""
@@ -245,7 +246,7 @@ class KVTierManager(OffloadingManager):
         """Arrivals and departures since the last call, of the primary and of every tier."""
         try:
             events = self._core.take_events()
-            return () if self._translator is None else self._translator.translate(events)
+            return () if self._translator is None else list(self._translator.translate(events))
         except Exception as error:  # noqa: BLE001 - nothing may escape
             self._contain("take_events", error)
             return ()
