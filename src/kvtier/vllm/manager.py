@@ -45,6 +45,7 @@ _VLLM_HIT, _VLLM_PENDING = LookupResult.HIT, LookupResult.HIT_PENDING
 _VLLM_RETRY, _VLLM_MISS = LookupResult.RETRY, LookupResult.MISS
 
 _ERRORS_UNTIL_OFF = 3
+_ENGINE_REPORTS_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")  # since vLLM 0.33
 _LAST_POSITION = 1 << 62
 
 
@@ -226,7 +227,8 @@ class KVTierManager(OffloadingManager):
         """What changed in kvtier's metrics; vLLM asks at the end of every step."""
         self._unread = True
         self._updates += 1
-        if self._fence_at is not None and self._updates >= self._fence_at:
+        fence_at = None if _ENGINE_REPORTS_FLUSH else self._fence_at
+        if fence_at is not None and self._updates >= fence_at:
             self.on_reset_flushed()
         try:
             delta = self._collector.collect(self._totals.collect(self._errors))
