@@ -37,7 +37,7 @@ lint: $(STAMP) ## Ruff, formatting, types and the layers
 	$(BIN)/lint-imports
 
 bench: $(STAMP) ## Run every benchmark under bench/
-	@set -e; for program in $(wildcard bench/*.py); do \
+	@set -e; for program in $(wildcard bench/[a-z]*.py); do \
 	    echo "== $$program"; $(BIN)/python $$program $(ARGS); done
 
 clean: ## Remove .venv, caches and build output

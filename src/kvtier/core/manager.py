@@ -115,7 +115,7 @@ class TieringManager:
     @property
     def busy(self) -> bool:
         """True while the engine must keep stepping: a completion or a decision is due."""
-        return self._ledger.busy or bool(self._queue or self._fenced)
+        return self._ledger.busy or bool(self._queue)
 
     def take_events(self) -> list[Event]:
         """Facts since the last call, in the order in which they became true."""

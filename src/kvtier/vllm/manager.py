@@ -45,6 +45,7 @@ _VLLM_HIT, _VLLM_PENDING = LookupResult.HIT, LookupResult.HIT_PENDING
 _VLLM_RETRY, _VLLM_MISS = LookupResult.RETRY, LookupResult.MISS
 
 _ERRORS_UNTIL_OFF = 3
+_ENGINE_REPORTS_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")  # since vLLM 0.33
 _LAST_POSITION = 1 << 62
 
 
@@ -74,6 +75,7 @@ class KVTierManager(OffloadingManager):
         self._errors = 0
         self._causes: set[str] = set()
         self._off = False
+        self._reset_due = False
 
     # -- lookups ----------------------------------------------------------
 
@@ -201,6 +203,11 @@ class KVTierManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Scheduling of a step is over: tell the tiers what to do."""
         self._schedules += 1
+        if self._reset_due:
+            self._reset_due = False
+            # The engine flushes nothing for this reset, so slots under its transfers stay fenced
+            # until one of its own.
+            self._quietly(self._offloader.reset)
         try:
             if self._off:
                 return
@@ -214,13 +221,14 @@ class KVTierManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping for kvtier's sake."""
-        return not self._off and self._core.busy
+        return not self._off and (self._core.busy or self._fence_at is not None)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What changed in kvtier's metrics; vLLM asks at the end of every step."""
         self._unread = True
         self._updates += 1
-        if self._fence_at is not None and self._updates >= self._fence_at:
+        fence_at = None if _ENGINE_REPORTS_FLUSH else self._fence_at
+        if fence_at is not None and self._updates >= fence_at:
             self.on_reset_flushed()
         try:
             delta = self._collector.collect(self._totals.collect(self._errors))
@@ -240,7 +248,7 @@ class KVTierManager(OffloadingManager):
         """Arrivals and departures since the last call, of the primary and of every tier."""
         try:
             events = self._core.take_events()
-            return () if self._translator is None else self._translator.translate(events)
+            return () if self._translator is None else list(self._translator.translate(events))
         except Exception as error:  # noqa: BLE001 - nothing may escape
             self._contain("take_events", error)
             return ()
@@ -296,9 +304,7 @@ class KVTierManager(OffloadingManager):
             return
         if self._errors >= _ERRORS_UNTIL_OFF:
             self._switch_off()
-            return
-        self._quietly(self._offloader.reset)
-        self._fence_at = self._schedules + 1
+        self._reset_due = True  # at the end of the step: hits of this one may still be loaded
 
     def _switch_off(self) -> None:
         self._off = True
