@@ -56,7 +56,7 @@ class Request:
         tiers: tiers it may load from, in order.
         step: the step of its latest scan.
         short: that scan is answered without looking anything up, since the request waits.
-        first: first key of that scan.
+        firsts: cache group -> first key of that scan, noted while it is short.
         scan: keys found readable, filling or in a tier by the latest full scan, in order.
         wishes: of these, the ones that only a tier holds -> that tier.
         denied: keys beyond its grant: MISS until its wait ends.
@@ -75,7 +75,7 @@ class Request:
     tiers: tuple[TierId, ...]
     step: int = -1
     short: bool = False
-    first: BlockKey | None = None
+    firsts: dict[int, BlockKey] = field(default_factory=dict)
     scan: list[BlockKey] = field(default_factory=list)
     wishes: dict[BlockKey, TierId] = field(default_factory=dict)
     denied: set[BlockKey] = field(default_factory=set)
