@@ -33,7 +33,7 @@ def test_machine(machine: type[TieringMachine]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(EXAMPLES or 100),
+            max_examples=int(EXAMPLES or 200),
             stateful_step_count=40,
             derandomize=EXAMPLES is None,
             database=None,

@@ -90,6 +90,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.epoch = 0
         self.clients: dict[str, Client] = {}
         self.tiers: list[set[Content]] = [set() for _ in range(NUM_TIERS)]
+        self.once: list[set[Content]] = [set() for _ in range(NUM_TIERS)]  # ever held
         self.hung = [False] * NUM_TIERS
         self.stores: list[Transfer] = []
         self.loads: list[tuple[str, Transfer]] = []
@@ -335,9 +336,7 @@ class TieringMachine(RuleBasedStateMachine):
                 self.unheard.pop(completion.job, None)
         self.manager.begin_step(self.now, inbox)
 
-    def _right_bytes(
-        self, keys: tuple[BlockKey, ...], slots: tuple[Slot, ...], epoch: int
-    ) -> None:
+    def _right_bytes(self, keys: tuple[BlockKey, ...], slots: tuple[Slot, ...], epoch: int) -> None:
         for key, slot in zip(keys, slots, strict=True):
             assert self.memory[slot] == (epoch, key), "wrong bytes under a cascade"
 
@@ -359,6 +358,7 @@ class TieringMachine(RuleBasedStateMachine):
             ok = set(good)
             self._right_bytes(command.keys, command.slots, command.epoch)
             tier |= {(command.epoch, k) for k in ok}
+            self.once[command.tier] |= tier
         if isinstance(command, Read):
             for key, slot in zip(command.keys, command.slots, strict=True):
                 assert self.memory[slot] is None, "bytes appeared under a promotion"
@@ -385,6 +385,7 @@ class TieringMachine(RuleBasedStateMachine):
         """Another engine stores a prompt in a tier that both use."""
         keys = [key_of(block, group) for group in self.groups.order for block in prompt]
         self.tiers[tier] |= {(self.epoch, k) for i, k in enumerate(keys) if not but >> i & 1}
+        self.once[tier] |= self.tiers[tier]
 
     @rule(tier=tiers, prompt=prompts, but=masks, tells=st.booleans())
     def tier_evicts(self, tier: TierId, prompt: tuple[int, ...], but: int, tells: bool) -> None:
@@ -397,7 +398,9 @@ class TieringMachine(RuleBasedStateMachine):
 
     # -- whole stories, so that they happen often --------------------------
 
-    @rule(name=names, bad=masks, rounds=st.integers(1, 5), then=st.sampled_from(["load", "nothing"]))
+    @rule(
+        name=names, bad=masks, rounds=st.integers(1, 5), then=st.sampled_from(["load", "nothing"])
+    )
     def ask_and_serve(self, name: str, bad: int, rounds: int, then: str) -> None:
         """Several rounds of a request, with tiers that answer at once."""
         for _ in range(rounds):
@@ -442,6 +445,10 @@ class TieringMachine(RuleBasedStateMachine):
             self._serve()
             self.listen(0.0)
             self._check_all()
+            for key in self.reads:
+                block = self.manager.pool.blocks.get(key)
+                assert block is not None, "a promoted block is gone before its load"
+                assert block.pins, "a promoted block is not held for its load"
         assert hit is not None, "no answer in a bounded number of steps"
         if cold or not self.groups.windows:  # readable blocks beyond a cut move its boundary
             assert hit >= self._fitting(len(prompt)), "less than what fits the budget"
@@ -450,6 +457,56 @@ class TieringMachine(RuleBasedStateMachine):
         used = {k for _, transfer in self.loads for k in transfer.slots}
         if cold:
             assert read <= used, "a block was read for nothing"
+
+    @rule(prompt=prompts, tier=tiers)
+    def lost(self, prompt: tuple[int, ...], tier: TierId) -> None:
+        """What a tier lost in silence is noticed when it is read, and costs a few steps."""
+        self.alone(prompt, tier, cold=True)
+        self._calm()
+        self.reset(True)
+        self.fence()
+        for held in self.tiers:
+            held.clear()
+        self.client("b", prompt)
+        for _ in range(4 * NUM_TIERS):
+            hit = self._ask("b", "nothing")
+            if hit is not None:
+                break
+            self.step(0.0)
+            self._serve()
+            self.listen(0.0)
+        assert hit == 0, "a hit on nothing, or no answer"
+
+    @rule(
+        name=names,
+        count=st.integers(1, 6),
+        then=st.sampled_from(["step", "late", "reset", "again"]),
+    )
+    def store_at_once(self, name: str, count: int, then: str) -> None:
+        """A whole store, so that cascades happen often; at times one that is not sent."""
+        before = len(self.stores)
+        self.store(name, count, False, True)
+        if len(self.stores) > before:
+            self.store_ends(before, 0, 0, 20)
+        if then == "again":
+            self.store(name, count, True, False)
+        elif then == "reset":
+            self.reset(count % 2 == 0)
+        if then == "late":
+            self.listen(JOB_S)
+        else:
+            self.step(0.0)
+
+    @rule(name=names, count=st.integers(1, 4))
+    def ask_while_written(self, name: str, count: int) -> None:
+        """A request asks for what a cascade from before a reset is writing."""
+        self.store(name, count, False, True)
+        self.step(0.0)
+        self.reset(True)
+        self._ask(name, "nothing")
+        self._serve()
+        self.listen(0.0)
+        self.step(0.0)
 
     def _fitting(self, length: int) -> int:
         windows = sum(min(length, n) for n in (self.groups.windows or {}).values())
@@ -547,6 +604,8 @@ class TieringMachine(RuleBasedStateMachine):
         for tier, presence in enumerate(self.manager.ledger.presence):
             believed = {k for k, b in presence.beliefs.items() if b == PRESENT}
             assert self.log[TierId(tier)] == believed, "the log of a tier differs"
+            held = {key for epoch, key in self.once[tier] if epoch == self.epoch}
+            assert believed <= held, "believed, but never there under this epoch"
 
     def _check_waits(self) -> None:
         for client in self.clients.values():
