@@ -303,6 +303,24 @@ MUTANTS = [
         "            if granted.missing:\n",
     ),
     Mutant(
+        "who was told to wait waits for ever",
+        "manager.py",
+        "is not None and room[0] <= last[0] and room[1] <= last[1]:",
+        "is not None:",
+    ),
+    Mutant(
+        "an old refusal is remembered",
+        "manager.py",
+        "                request.refused = None\n                del self",
+        "                del self",
+    ),
+    Mutant(
+        "who waits for its turn plans in each step",
+        "manager.py",
+        "is not None and room[0] <= last[0] and room[1] <= last[1]:",
+        "is not None and room[0] < last[0]:",
+    ),
+    Mutant(
         "settling keeps the holds",
         "manager.py",
         "        self._ledger.let_go(request, tuple(request.held))",

@@ -195,6 +195,30 @@ def test_waiting_requests_are_served_in_waves(waiting: int, shared: int) -> None
     world.whole()
 
 
+@pytest.mark.parametrize("delay", [1, 3])
+def test_waiting_requests_that_are_cut_at_windows_are_served_in_waves(delay: int) -> None:
+    """Each gets 10 of its 16 blocks and a window of 2: the budget of 12, one after the other."""
+    world = World(64, 12, groups=Groups((0,), {1: 2}))
+    for n in range(8):
+        world.fill(T0, range(1000 * n, 1000 * n + 16))
+        world.open(str(n), range(1000 * n, 1000 * n + 16))
+    world.hung.add(T0)
+    for step in range(60 * delay):
+        for name in tuple(world.requests):
+            hit = world.ask(name)
+            if hit is not None:
+                assert hit == 10
+                world.load(name, hit)
+                world.loaded(name)
+        world.step()
+        while step % delay == 0 and world.stuck:
+            world.answer(world.stuck.pop())
+        if not world.requests:
+            break
+    assert not world.requests, "all are served"
+    assert world.reads.total() == world.used
+
+
 def test_requests_that_share_a_prefix_share_its_reads_and_all_hold_it() -> None:
     """They ask in the same step: the later ones find it on the tier, then filling."""
     world = World(32, 32)
@@ -283,6 +307,26 @@ def test_a_re_ask_looks_nothing_up(groups: Groups) -> None:
     assert calls <= 2 * len(groups.full) + sum(n + 1 for n in (groups.windows or {}).values())
     assert blocks.touched == beliefs.touched == 0
     assert world.manager.end_step() == []
+
+
+def test_waiting_for_a_turn_plans_nothing_until_something_comes_free() -> None:
+    world = World(8, 4)
+    for name, prompt in {"a": range(4), "b": range(10, 14)}.items():
+        world.fill(T0, prompt)
+        world.open(name, prompt)
+    for _ in range(3):
+        world.ask("a")
+        world.ask("b")
+        world.step()
+    blocks, beliefs = CountingDict(world.pool.blocks), CountingDict(world.manager._beliefs[0])
+    world.pool.blocks = world.manager._blocks = blocks
+    world.manager.ledger.presence[0].beliefs = world.manager._beliefs[0] = beliefs
+    assert world.manager.end_step() == []
+    assert blocks.touched == beliefs.touched == 0
+    world.manager.begin_step(world.now)
+    world.manager.finish_request("a")
+    (read,) = world.manager.end_step()
+    assert len(read.keys) == 4
 
 
 def test_every_full_group_defers_a_waiting_request() -> None:
@@ -397,6 +441,29 @@ def test_a_request_waits_for_its_turn_holding_nothing() -> None:
     assert hit == 4
     assert not world.requests["b"].held  # type: ignore[attr-defined]
     world.load("a", 4)
+    world.step()
+    assert world.ask("b") == 4
+
+
+def test_who_waits_for_its_turn_is_not_overtaken_and_holds_nothing() -> None:
+    world = World(12, 4)
+    for name, prompt in {"a": [0, 1], "b": [20, 10, 11, 12], "c": [30]}.items():
+        world.fill(T0, set(prompt) - {20})
+        world.open(name, prompt)
+    assert world.until_answered("a") == 2
+    for name in ("b", "c"):
+        assert world.ask(name) is None
+    world.step()
+    storing = world.manager.prepare_store("x", [key_of(20)])
+    for name in ("b", "c"):
+        assert world.ask(name) is None
+    world.step()
+    assert world.requests["b"].queued  # type: ignore[attr-defined]
+    assert not world.reads[key_of(30)], "c came later, and its one block would have fitted"
+    world.manager.complete_store(storing)
+    world.manager.check()
+    assert not world.requests["b"].held  # type: ignore[attr-defined]
+    world.load("a", 2)
     world.step()
     assert world.ask("b") == 4
 

@@ -260,36 +260,33 @@ class TieringManager:
         blocked = False
         for request in sorted(self._queue, key=_arrival):
             if any(isinstance(wait, Job) for wait in request.waits):
-                # It asks again, and wishes again, when its probes have told it all.
-                request.queued = False
-                del self._queue[request]
+                request.queued = False  # it asks, and wishes, again when its probes have ended
             elif blocked and not request.held:
-                # Only wishes have a turn; blocks that are being filled come anyway.
-                request.queued = bool(request.wishes)
-                if not request.queued:
-                    del self._queue[request]
-            elif not self._grant(request):
-                blocked = request.queued = True
+                request.queued = bool(request.wishes)  # what is being filled comes anyway
             else:
-                request.queued = False
+                request.queued = not self._grant(request)
+            if request.queued:
+                blocked = True
+            else:
+                request.refused = None
                 del self._queue[request]
 
     def _grant(self, request: Request) -> bool:
         """Promote what a request wishes for; False if it has to wait for its turn."""
+        budget_max = min(self._limits.promoting_max, self.pool.num_slots)
+        room = (budget_max - self._ledger.promoting, self.pool.available)
+        if (last := request.refused) is not None and room[0] <= last[0] and room[1] <= last[1]:
+            return False  # nothing came free since
         beliefs = self._beliefs
         if any(beliefs[tier].get(key) != PRESENT for key, tier in request.wishes.items()):
             return True  # the world changed while it waited: let it ask again
-        budget_max = min(self._limits.promoting_max, self.pool.num_slots)
         granted = plan(request.scan, request.wishes, self.pool, budget_max, self.windows)
         request.denied.update(granted.cut)
         if not granted.missing and not granted.filling:
             return True
-        fits = (
-            self._ledger.promoting + granted.budget <= budget_max
-            and granted.slots <= self.pool.available
-        )
-        if not fits:
+        if granted.budget > room[0] or granted.slots > room[1]:
             if granted.missing and not request.held:
+                request.refused = room
                 return False
             request.denied.update(granted.missing)  # it holds something: it must not wait
             return True
@@ -417,7 +414,6 @@ class TieringManager:
         self._loads.clear()
         for tier in self.tiers:
             self._to_probe[tier].clear()
-            self._probers[tier].clear()
         self._ledger.reset(keep_tiers=keep_tiers)
 
     def fence_passed(self) -> None:

@@ -310,8 +310,14 @@ class TieringMachine(RuleBasedStateMachine):
     @rule(dt=st.sampled_from([0.0, 0.0, 1.0, 2.5, 7.0]))
     def step(self, dt: float) -> None:
         """The engine ends a step and begins the next one."""
+        requests = [c.request for c in self.clients.values()]
+        idle = {r: len(r.origin) for r in requests if not r.held}
         commands = self.manager.end_step()
         self.manager.check()
+        waiting = min((r.arrival for r in requests if r.queued), default=0)
+        for request, count in idle.items():
+            if waiting and len(request.origin) > count:
+                assert request.arrival < waiting, "overtook one that waits for its turn"
         assert len({c.tier for c in commands if isinstance(c, Probe)}) == sum(
             isinstance(c, Probe) for c in commands
         ), "more than one probe per tier"
