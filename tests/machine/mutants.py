@@ -35,8 +35,10 @@ MUTANTS = [
     Mutant(
         "forget frees a slot under I/O",
         "pool.py",
-        "        if block.pins == 0:\n            self._policy.discard(block.key)\n            self._free",
-        "        if block.pins >= 0:\n            self._policy.touch(block.key)\n            self._free",
+        "        if block.pins == 0:\n            self._policy.discard(block.key)\n"
+        "            self._free",
+        "        if block.pins >= 0:\n            self._policy.touch(block.key)\n"
+        "            self._free",
     ),
     Mutant(
         "the last unpin of a condemned block frees nothing",
@@ -47,7 +49,8 @@ MUTANTS = [
     Mutant(
         "a pinned block stays evictable",
         "pool.py",
-        "        if block.pins == 0:\n            self._policy.discard(block.key)\n        block.pins",
+        "        if block.pins == 0:\n            self._policy.discard(block.key)\n"
+        "        block.pins",
         "        block.pins",
     ),
     Mutant(
@@ -222,8 +225,8 @@ MUTANTS = [
     Mutant(
         "the end of a probe wakes nobody",
         "ledger.py",
-        "                for request in job.waiters:\n                    request.waits.discard(job)\n"
-        "                if current",
+        "                for request in job.waiters:\n"
+        "                    request.waits.discard(job)\n                if current",
         "                if current",
     ),
     Mutant(
