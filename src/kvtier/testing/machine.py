@@ -11,9 +11,10 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from kvtier.core.types import Dropped, TierId
+from kvtier.core.types import Dropped, TierId, group_of
 from kvtier.testing.adversaries import Adversaries, masks, names, prompts, tiers
-from kvtier.testing.truth import ABSENT_S, JOB_S, NUM_TIERS
+from kvtier.testing.engine import key_of
+from kvtier.testing.truth import ABSENT_S, JOB_S, NAMES, NUM_TIERS
 
 
 class TieringMachine(Adversaries):
@@ -97,6 +98,77 @@ class TieringMachine(Adversaries):
             self._serve()
             self.listen(0.0)
         assert hit == 0, "a hit on nothing, or no answer"
+
+    @rule(
+        order=st.permutations(NAMES),
+        which=st.lists(prompts, min_size=len(NAMES), max_size=len(NAMES)),
+        tier=tiers,
+        cold=st.booleans(),
+        ends=st.booleans(),
+    )
+    def rush(
+        self,
+        order: list[str],
+        which: list[tuple[int, ...]],
+        tier: TierId,
+        cold: bool,
+        ends: bool,
+    ) -> None:
+        """All ask in the same steps, while the device stores: turns, and what they share."""
+        self._calm()
+        if cold:
+            self.reset(True)
+            self.fence()
+        for name, prompt in zip(order, which, strict=True):
+            self.neighbour_fills(tier, prompt, 0)
+            self.client(name, prompt)
+        self._all_ask_once(order)
+        self._serve()
+        self.listen(0.0)
+        self.store(order[-1], 3, False, True)
+        self._all_ask_once(order)
+        blocks = self.manager.pool.blocks
+        for client in self.clients.values():
+            request = client.request
+            if request.waits and not request.queued and not request.denied:
+                for key in request.wishes:
+                    assert key in blocks, "granted in part"
+                    assert blocks[key].ready or blocks[key].fill in request.waits, "does not hold"
+        if ends and self.stores:
+            self.store_ends(0, 0, 0, 20)
+            self._check_all()
+
+    def _all_ask_once(self, order: list[str]) -> None:
+        for name in order:
+            self._ask(name, "nothing")
+        self.step(0.0)
+        self._check_all()
+
+    @rule(prompt=prompts, tier=tiers, at=st.integers(0, 5))
+    def gap(self, prompt: tuple[int, ...], tier: TierId, at: int) -> None:
+        """A tier lacks one block of each window group: what is right of it is no window."""
+        self.neighbour_fills(tier, prompt, 0)
+        for group in self.groups.windows or ():
+            for held in self.tiers:
+                held.discard((self.epoch, key_of(prompt[at % len(prompt)], group)))
+        self._calm()
+        self.reset(True)
+        self.fence()
+        self.client("a", prompt)
+        self.reads.clear()
+        hit: int | None = None
+        for _ in range(12):
+            hit = self._ask("a", "load")
+            if hit is not None:
+                break
+            self.step(0.0)
+            self._serve()
+            self.listen(0.0)
+        assert hit is not None, "no answer in a bounded number of steps"
+        if not self.clients["a"].request.denied:
+            used = {k for _, transfer in self.loads for k in transfer.slots}
+            windows = {k for k in self.reads if self.groups.window(group_of(k))}
+            assert windows <= used or not hit, "a part of a window was read"
 
     @rule(
         name=names,
