@@ -11,6 +11,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
+from kvtier.core.requests import Fill
 from kvtier.core.types import Dropped, TierId, group_of
 from kvtier.testing.adversaries import Adversaries, masks, names, prompts, tiers
 from kvtier.testing.engine import key_of
@@ -130,13 +131,32 @@ class TieringMachine(Adversaries):
         blocks = self.manager.pool.blocks
         for client in self.clients.values():
             request = client.request
-            if request.waits and not request.queued and not request.denied:
+            fills = all(isinstance(wait, Fill) for wait in request.waits)
+            if request.waits and fills and not request.queued and not request.denied:
                 for key in request.wishes:
                     assert key in blocks, "granted in part"
                     assert blocks[key].ready or blocks[key].fill in request.waits, "does not hold"
-        if ends and self.stores:
-            self.store_ends(0, 0, 0, 20)
+        if ends:
+            while self.stores:
+                self.store_ends(0, 0, 0, 20)
             self._check_all()
+            self._in_waves()
+
+    def _in_waves(self) -> None:
+        """Whoever has an answer loads and ends: so all are answered, and none by its deadline."""
+        for _ in range(15 * len(NAMES)):
+            for name in tuple(self.clients):
+                if self._ask(name, "load") is not None:
+                    if any(owner == name for owner, _ in self.loads):
+                        self.load_ends([owner for owner, _ in self.loads].index(name))
+                    self.finish(name)
+            if not self.clients:
+                return
+            self.step(0.0)
+            self._serve()
+            self.listen(0.0)
+            self._check_all()
+        raise AssertionError("waits for its turn without end")
 
     def _all_ask_once(self, order: list[str]) -> None:
         for name in order:
