@@ -90,33 +90,33 @@ MUTANTS = [
     # grants
     Mutant(
         "the grant ignores the budget",
-        "grants.py",
+        "plans.py",
         "    if whole.budget <= budget_max:",
         "    if True:",
     ),
     Mutant(
         "residents cost nothing",
-        "grants.py",
+        "plans.py",
         "            slots += pool.evictable(block)",
         "            slots += 0",
     ),
     Mutant(
         "held residents are not counted against the budget",
-        "grants.py",
+        "plans.py",
         "            budget += block.holds == 0",
         "            budget += 0",
     ),
     Mutant(
         "windows are promoted at the wrong boundary",
-        "grants.py",
+        "plans.py",
         "head if cut else head + in_windows",
         "head + in_windows",
     ),
     Mutant(
-        "no room is left for windows", "grants.py", "budget_max - len(in_windows))", "budget_max)"
+        "no room is left for windows", "plans.py", "budget_max - len(in_windows))", "budget_max)"
     ),
     Mutant(
-        "what is cut is not denied", "grants.py", "replace(kept, cut=cut)", "replace(kept, cut=())"
+        "what is cut is not denied", "plans.py", "replace(kept, cut=cut)", "replace(kept, cut=())"
     ),
     # ledger
     Mutant(

@@ -350,9 +350,9 @@ def test_a_hung_tier_costs_its_own_budget_and_nothing_else() -> None:
     for n in range(0, 40, 2):
         assert len(world.store("x", [n, n + 1])) == 2, "stores go on"
         world.step(0.01)
-    assert world.manager.ledger.writing == [0, 3]
+    assert world.manager.ledger.cascades.writing == [0, 3]
     assert world.holding[T0] == {key_of(i) for i in range(40)}
-    assert world.manager.ledger.counts.skipped_store_blocks[T1] > 0
+    assert world.manager.ledger.cascades.skipped[T1] > 0
     world.open("a", [100, 101])
     assert world.ask("a") is None
     world.step(4.9)
@@ -556,7 +556,7 @@ def test_completions_of_unknown_or_ended_jobs_are_ignored() -> None:
     (write,) = world.step()
     world.inbox += [Done(write.job), Done(JobId(99), frozenset({key_of(5)}))]
     world.step()
-    assert world.manager.ledger.writing == [0]
+    assert world.manager.ledger.cascades.writing == [0]
     assert not any(isinstance(e, Removed) for e in world.manager.take_events())
     world.whole()
 
@@ -687,7 +687,7 @@ def test_an_evicted_block_is_not_owed_any_more() -> None:
     world.store("x", [0, 1])
     world.step()
     world.store("x", [2, 3])
-    assert world.manager.ledger.owed == [{key_of(3): None}]
+    assert world.manager.ledger.cascades.owed == [{key_of(3): None}]
 
 
 def test_a_block_that_a_tier_holds_is_not_written_again() -> None:

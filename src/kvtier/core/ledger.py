@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvtier.core.cascades import Cascades
+from kvtier.core.health import REPEATING, Circuit, Speed
+from kvtier.core.lending import Lending
 from kvtier.core.limits import Limits
 from kvtier.core.pool import Block, BlockPool
 from kvtier.core.presence import PRESENT, Presence
@@ -19,13 +22,16 @@ from kvtier.core.types import (
     Cleared,
     Command,
     Event,
+    Fault,
     JobId,
+    Lend,
     Probe,
     Read,
     Reason,
     Removed,
     Stored,
     TierId,
+    Wanted,
     Write,
 )
 
@@ -34,30 +40,49 @@ from kvtier.core.types import (
 class Counts:
     """Running totals of decisions that no command, completion or event shows."""
 
-    skipped_store_blocks: list[int] = field(default_factory=list)  # per tier: over its budget
     expired_jobs: list[int] = field(default_factory=list)  # per tier: gave up at the deadline
     unstored_blocks: int = 0  # of the device: no slot was free or evictable
     expired_waits: int = 0  # requests whose deadline passed
     expired_holds: int = 0  # blocks let go before their request loaded them
+    recomputed_blocks: int = 0  # in a tier, but faster to compute than to read
 
 
 class Ledger:
-    """See the module. `now` is set by the manager at the start of each step."""
+    """See the module. `now` is set by the manager at the start of each step.
+
+    Attributes:
+        epoch: of the commands issued now.
+        presence: beliefs, per tier.
+        reads, writes: circuits, per tier.
+        speeds: of reads, per tier.
+        reading: slots being read into, per tier, those of hung reads included.
+        stuck: of these, the slots of reads that were given up.
+        promoting: slots being read into, or held.
+        storing: slots that the device is storing into.
+        cascades, lending: see there.
+    """
 
     def __init__(self, pool: BlockPool, num_tiers: int, now: float, limits: Limits) -> None:
         self.now = now
         self.epoch = 0
         self.presence = [Presence(limits.known_max, limits.absent_ttl_s) for _ in range(num_tiers)]
-        self.promoting = 0  # slots filling from tiers or held
-        self.writing = [0] * num_tiers  # slots pinned by cascades
-        self.owed: list[dict[BlockKey, None]] = [{} for _ in range(num_tiers)]
-        self.counts = Counts([0] * num_tiers, [0] * num_tiers)
+        self.reads = [Circuit(limits.patience, now) for _ in range(num_tiers)]
+        self.writes = [Circuit(limits.patience, now) for _ in range(num_tiers)]
+        self.speeds = [Speed() for _ in range(num_tiers)]
+        self.reading = [0] * num_tiers
+        self.stuck = [0] * num_tiers
+        self.promoting = 0
+        self.storing = 0
+        self.jobs_in_flight = [0] * num_tiers  # whose `Done` has not come, abandoned or not
+        self.counts = Counts([0] * num_tiers)
+        touched_max = limits.known_max if limits.second_touch else None
+        self.cascades = Cascades(pool, self.presence, self, limits.writing_max, touched_max)
+        self.lending = Lending(pool, limits.lending_max, limits.lease_s, limits.lease_max_s)
         self._pool = pool
         self._limits = limits
         self._jobs: dict[JobId, Job] = {}
         self._deadlines: deque[Job] = deque()  # all jobs have the same patience: in order
         self._holds: deque[tuple[float, Request]] = deque()
-        self.jobs_in_flight = [0] * num_tiers  # whose `Done` has not come, abandoned or not
         self._live = 0  # jobs not abandoned
         self._last_job = 0
         self._outbox: list[Command] = []
@@ -66,7 +91,7 @@ class Ledger:
     @property
     def busy(self) -> bool:
         """Whether a completion that matters is due. Abandoned jobs are nobody's hurry."""
-        return self._live > 0 or bool(self._outbox)
+        return self._live > 0 or self.lending.running > 0 or bool(self._outbox)
 
     def take_commands(self) -> list[Command]:
         """Commands since the last call."""
@@ -109,51 +134,31 @@ class Ledger:
             block.holds = 1
             request.origin[block.key] = tier
         self.promoting += len(fill.blocks)
-        slots = tuple(b.slot for b in fill.blocks)
+        self.reading[tier] += len(fill.blocks)
+        self.speeds[tier].submitted(len(fill.blocks))
+        slots = tuple([b.slot for b in fill.blocks])
         command = Read(tier, self._new_job(), tuple(keys), slots, self.epoch)
         self._submit(command, fill.blocks, fill)
 
-    def cascade(self, blocks: Sequence[Block]) -> None:
-        """Write ready blocks to every tier that is not believed to hold them."""
-        for tier in range(len(self.presence)):
-            self.offer(TierId(tier), blocks)
+    def may_write(self, tier: TierId) -> bool:
+        """Whether the tier takes writes now."""
+        return self.writes[tier].allows(self.now)
 
-    def offer(self, tier: TierId, blocks: Sequence[Block]) -> None:
-        """Write blocks to one tier, as far as its budget goes; what is over is owed."""
-        beliefs = self.presence[tier].beliefs
-        fresh = [b for b in blocks if beliefs.get(b.key) != PRESENT]
-        room = self._limits.writing_max - self.writing[tier]
-        if len(fresh) > room:
-            self.counts.skipped_store_blocks[tier] += len(fresh) - room
-            # Never queued with a pin: offered again when the block is next used.
-            self.owed[tier].update(dict.fromkeys(b.key for b in fresh[room:]))
-            fresh = fresh[:room]
-        if not fresh:
-            return
-        for block in fresh:
-            self._pool.pin(block)
-        self.writing[tier] += len(fresh)
-        keys = tuple([b.key for b in fresh])
-        slots = tuple([b.slot for b in fresh])
-        self._submit(Write(tier, self._new_job(), keys, slots, self.epoch), fresh)
+    def write(self, tier: TierId, blocks: Sequence[Block]) -> None:
+        """Submit a write of pinned blocks."""
+        keys = tuple([b.key for b in blocks])
+        slots = tuple([b.slot for b in blocks])
+        self._submit(Write(tier, self._new_job(), keys, slots, self.epoch), blocks)
 
-    def offer_owed(self, blocks: Iterable[Block]) -> None:
-        """Blocks are being used: offer them to the tiers that did not get them earlier."""
-        for tier, owed in enumerate(self.owed):
-            if owed:
-                again = [b for b in dict.fromkeys(blocks) if b.key in owed]
-                for block in again:
-                    del owed[block.key]
-                if again:
-                    self.offer(TierId(tier), again)
+    def lend(self, wanted: Wanted) -> None:
+        """Answer a tier's question from what is readable now."""
+        self._outbox.append(self.lending.lend(wanted, self._new_job(), self.epoch, self.now))
 
     def allocate(self, keys: Sequence[BlockKey], fill: Fill) -> list[Block]:
         """Slots for keys, evicting if need be."""
         blocks, evicted = self._pool.allocate(keys, fill)
         if evicted:
-            for owed in self.owed:
-                for key in evicted if owed else ():
-                    owed.pop(key, None)
+            self.cascades.forget(evicted)
             self._events.append(Removed(None, tuple(evicted), Reason.EVICTED))
         return blocks
 
@@ -189,20 +194,27 @@ class Ledger:
 
     # -- completions ------------------------------------------------------
 
-    def finish(self, job_id: JobId, ok: Collection[BlockKey]) -> None:
+    def finish(self, job_id: JobId, ok: Collection[BlockKey], fault: Fault | None) -> None:
         """A driver reports the end of a job. One that is unknown is ignored: what another
         process did is not asserted.
         """
         job = self._jobs.pop(job_id, None)
         if job is None:
+            self.lending.done(job_id)
             return
         command = job.command
+        tier = command.tier
         self._live -= not job.abandoned
-        self.jobs_in_flight[command.tier] -= 1
+        self.jobs_in_flight[tier] -= 1
         good = [key for key in command.keys if key in ok]
         bad = (
             [key for key in command.keys if key not in ok] if len(good) < len(command.keys) else []
         )
+        # A tier that did part of a job works; unless it says that the rest will fail again.
+        problem = fault if fault in REPEATING or not good else None
+        if fault is None and bad and isinstance(command, Write) and not good:
+            problem = Fault.ERROR
+        self._circuit_of(command).ended(self.now, problem)
         current = command.epoch == self.epoch
         match command:
             case Probe():
@@ -210,30 +222,38 @@ class Ledger:
                     request.waits.discard(job)
                 if current:
                     # A write or the tier itself may have told more than the probe saw.
-                    bad = self.presence[command.tier].unanswered(bad, job_id)
-                    self._believe(command.tier, good, bad)
+                    bad = self.presence[tier].unanswered(bad, job_id)
+                    self._believe(tier, good, bad)
             case Write():
-                self.writing[command.tier] -= len(job.blocks)
                 if current:
-                    self._believe(command.tier, good, bad, Reason.FAILED)
-                for block in reversed(job.blocks):
-                    self._pool.unpin(block)
+                    self._believe(tier, good, bad, Reason.FAILED)
+                self.cascades.ended(tier, job.blocks)
             case Read():
                 if current and not job.abandoned:
-                    self._believe(command.tier, (), bad)
+                    self._believe(tier, (), bad)
+                self.speeds[tier].ended(len(command.keys), job.submitted_at, self.now)
+                self.reading[tier] -= len(job.blocks)
+                self.stuck[tier] -= len(job.blocks) if job.abandoned else 0
                 self._settle_read(job, ok)
 
     def lost(self, tier: TierId, keys: Sequence[BlockKey], reason: Reason) -> None:
-        """A tier gave up blocks."""
+        """A tier gave up blocks, or turned out not to have them."""
         gone = self.presence[tier].set_absent(keys, self.now)
+        self.cascades.owe(tier, keys if reason is Reason.FAILED else gone)
         if gone:
             self._events.append(Removed(tier, tuple(gone), reason))
 
     def expire(self) -> None:
-        """Give up jobs and holds whose time has passed."""
+        """Give up jobs, holds and leases whose time has passed, and jobs of tiers that stall."""
+        for reads, circuits in ((True, self.reads), (False, self.writes)):
+            for place, circuit in enumerate(circuits):
+                if circuit.stalled(self.now):
+                    self._abandon_all(TierId(place), reads=reads)
+        self.lending.expire(self.now)
         while self._deadlines and self._deadlines[0].deadline <= self.now:
             job = self._deadlines.popleft()
             if job.command.job in self._jobs and not job.abandoned:
+                self._circuit_of(job.command).missed(self.now)
                 self._abandon(job)
         while self._holds and self._holds[0][0] <= self.now:
             until, request = self._holds.popleft()
@@ -282,6 +302,20 @@ class Ledger:
                 self._pool.forget(block)
             self._pool.unpin(block)
 
+    def _abandon_all(self, tier: TierId, *, reads: bool) -> None:
+        """Nobody waits for a tier that stalls."""
+        for job in self._jobs.values():
+            if (
+                job.command.tier == tier
+                and not job.abandoned
+                and isinstance(job.command, Write) != reads
+            ):
+                self._abandon(job)
+
+    def _circuit_of(self, command: Command) -> Circuit:
+        circuits = self.writes if isinstance(command, Write) else self.reads
+        return circuits[command.tier]
+
     def _abandon(self, job: Job) -> None:
         """Give up on the keys; the slots wait for the driver's `Done`."""
         job.abandoned = True
@@ -296,6 +330,7 @@ class Ledger:
                 keys = self.presence[command.tier].unanswered(keys, command.job)
             self.lost(command.tier, keys, Reason.FAILED)
         if job.fill is not None:
+            self.stuck[command.tier] += len(job.blocks)
             self.end_fill(job.fill, ())
             for block in job.fill.blocks:
                 if not block.condemned:
@@ -308,8 +343,10 @@ class Ledger:
         ignored, and their slots come back with their `Done`.
         """
         for command in self._outbox:
-            self._recall(self._jobs.pop(command.job))
-        self._outbox.clear()
+            if not isinstance(command, Lend):
+                self._recall(self._jobs.pop(command.job))
+        # An answer to a tier is still due: it names what was readable when it asked.
+        self._outbox = [command for command in self._outbox if isinstance(command, Lend)]
         blocks = tuple(self._pool.blocks.values())
         if readable := tuple([b.key for b in blocks if b.ready]):
             self._events.append(Removed(None, readable, Reason.RESET))
@@ -320,8 +357,7 @@ class Ledger:
             if job.fill is not None:
                 job.fill.waiters.clear()
         self._holds.clear()
-        for owed in self.owed:
-            owed.clear()
+        self.cascades.reset()
         self._events.append(Cleared(None))
         if not keep_tiers:
             self.epoch += 1
@@ -337,9 +373,8 @@ class Ledger:
         assert isinstance(command, Write), "probes and reads are sent in the step of their decision"
         self._live -= not job.abandoned
         self.jobs_in_flight[command.tier] -= 1
-        self.writing[command.tier] -= len(job.blocks)
-        for block in job.blocks:
-            self._pool.unpin(block)
+        self.writes[command.tier].withdrawn()
+        self.cascades.ended(command.tier, job.blocks)
 
     # -- jobs -------------------------------------------------------------
 
@@ -350,7 +385,8 @@ class Ledger:
     def _submit(
         self, command: Command, blocks: Sequence[Block] = (), fill: Fill | None = None
     ) -> Job:
-        job = Job(command, self.now + self._limits.job_deadline_s, blocks, fill)
+        job = Job(command, self.now, self.now + self._limits.job_deadline_s, blocks, fill)
+        self._circuit_of(command).submitted(self.now)
         self._jobs[command.job] = job
         self._deadlines.append(job)
         self._live += 1
@@ -361,20 +397,26 @@ class Ledger:
     def check(self) -> None:
         """Assert every invariant that concerns jobs and budgets. O(n): for tests."""
         filling: set[Block] = set()
-        writing = [0] * len(self.writing)
+        writing = [0] * len(self.presence)
+        reading = [0] * len(self.presence)
+        stuck = [0] * len(self.presence)
         for job in self._jobs.values():
             assert job.abandoned or self.now < job.deadline, "a job without an end"
             match job.command:
                 case Write(tier=tier):
                     writing[tier] += len(job.blocks)
-                case Read():
+                case Read(tier=tier):
                     filling |= set(job.blocks)
+                    reading[tier] += len(job.blocks)
+                    stuck[tier] += len(job.blocks) if job.abandoned else 0
                     assert not job.abandoned or all(b.condemned for b in job.blocks), (
                         "given up, but still pending"
                     )
                 case Probe():
                     pass
-        assert writing == self.writing, "the cascade budget does not add up"
+        assert writing == self.cascades.writing, "the cascade budget does not add up"
+        assert (reading, stuck) == (self.reading, self.stuck), "reads do not add up"
+        self.lending.check()
         assert all(n <= self._limits.writing_max for n in writing), "cascades over budget"
         assert sum(not j.abandoned for j in self._jobs.values()) == self._live, "live jobs"
         held = {b for b in self._pool.blocks.values() if b.holds} | filling

@@ -21,15 +21,15 @@ answered from two fields: RETRY for the first key, then MISS, or PENDING in a wi
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvtier.core.grants import plan
+from kvtier.core.admission import Admission
 from kvtier.core.ledger import Ledger
 from kvtier.core.limits import Limits
 from kvtier.core.pool import Block, BlockPool
 from kvtier.core.presence import PRESENT
-from kvtier.core.requests import Fill, Job, Request
+from kvtier.core.requests import Fill, Request
 from kvtier.core.types import (
     BlockKey,
     Command,
@@ -38,8 +38,10 @@ from kvtier.core.types import (
     Dropped,
     Event,
     Lookup,
+    Renewed,
     Slot,
     TierId,
+    Wanted,
     group_of,
 )
 
@@ -68,16 +70,19 @@ class TieringManager:
         self.pool = pool
         self._ledger = Ledger(pool, num_tiers, now, limits)
         self._limits = limits
+        self._storing_max = limits.storing_max or pool.num_slots
         self._blocks = pool.blocks
         self._beliefs = [p.beliefs for p in self._ledger.presence]
         self._now = now
         self._step = 0
+        self._admission = Admission(pool, self._ledger, limits, windows, self._hurry)
+        self._ranked = self.tiers  # that may be read now, the fastest first
         self._arrivals = 0
         self._requests: dict[str, Request] = {}
-        self._queue: dict[Request, None] = {}  # requests with wishes
+        self._borrowers: dict[Request, Wanted] = {}
         self._to_probe: list[dict[BlockKey, None]] = [{} for _ in self.tiers]
         self._probers: list[dict[Request, None]] = [{} for _ in self.tiers]
-        self._deadlines: deque[tuple[float, Request]] = deque()
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap
         self._loads: dict[str, list[Block]] = {}
         self._fenced: list[Block] = []
 
@@ -92,30 +97,36 @@ class TieringManager:
         ledger.now = now
         for completion in completions:
             match completion:
-                case Done(job, ok):
-                    ledger.finish(job, ok)
+                case Done(job, ok, fault):
+                    ledger.finish(job, ok, fault)
                 case Dropped(tier, keys, reason):
                     ledger.lost(tier, keys, reason)
+                case Wanted():
+                    self._lend(completion)
+                case Renewed(job):
+                    ledger.lending.renew(job, now)
         ledger.expire()
         while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, request = self._deadlines.popleft()
+            deadline, _, request = heapq.heappop(self._deadlines)
             if request.deadline == deadline and not request.given_up:
                 self._give_up(request)
+        self._ranked = tuple(sorted(self._readable(), key=self._wait_of))
 
     def end_step(self) -> list[Command]:
         """Decide what to ask of the tiers now."""
+        self._serve_borrowers()
         for tier in self.tiers:
             if self._to_probe[tier]:
                 self._ledger.probe(tier, tuple(self._to_probe[tier]), self._probers[tier])
                 self._to_probe[tier].clear()
                 self._probers[tier] = {}
-        self._grant_in_turn()
+        self._admission.grant_in_turn()
         return self._ledger.take_commands()
 
     @property
     def busy(self) -> bool:
         """True while the engine must keep stepping: a completion or a decision is due."""
-        return self._ledger.busy or bool(self._queue)
+        return self._ledger.busy or bool(self._admission or self._borrowers)
 
     def take_events(self) -> list[Event]:
         """Facts since the last call, in the order in which they became true."""
@@ -128,18 +139,25 @@ class TieringManager:
 
     # -- requests ---------------------------------------------------------
 
-    def open_request(self, request_id: str, tiers: Collection[TierId] | None = None) -> Request:
+    def open_request(
+        self,
+        request_id: str,
+        tiers: Collection[TierId] | None = None,
+        cascade_to: Collection[TierId] | None = None,
+    ) -> Request:
         """Begin to serve a request.
 
         Args:
             request_id: its name; one that is known already is replaced.
             tiers: those it may load from; all when None.
+            cascade_to: those that may get what it stores; all when None.
         """
         if request_id in self._requests:
             self.finish_request(request_id)
         self._arrivals += 1
         allowed = self.tiers if tiers is None else tuple(t for t in self.tiers if t in tiers)
-        request = Request(request_id, self._arrivals, allowed)
+        stores_to = None if cascade_to is None else frozenset(cascade_to)
+        request = Request(request_id, self._arrivals, allowed, stores_to)
         self._requests[request_id] = request
         return request
 
@@ -153,6 +171,15 @@ class TieringManager:
         if (request := self._requests.pop(request_id, None)) is not None:
             self._settle(request)
             self.pool.touch(reversed(request.used))
+
+    def set_prefill_rate(self, block_s: float | None) -> None:
+        """How long the engine takes to compute the tokens of one block, in seconds; None: unknown.
+
+        What takes longer to read is then computed, and no wait is longer than computing what is
+        waited for would take, but for `wait_min_s`.
+        """
+        assert block_s is None or block_s > 0, "computing takes time"
+        self._admission.block_s = block_s
 
     def source_of(self, request_id: str, key: BlockKey) -> TierId | None:
         """The tier from which a block was promoted for this request; None: the primary."""
@@ -172,9 +199,39 @@ class TieringManager:
 
     def _withdraw(self, request: Request) -> None:
         """What it asked for in this step is not decided for it any more."""
-        self._queue.pop(request, None)
+        self._admission.withdraw(request)
         for probers in self._probers:
             probers.pop(request, None)
+
+    # -- tiers ------------------------------------------------------------
+
+    def _readable(self) -> list[TierId]:
+        return [t for t in self.tiers if self._ledger.reads[t].allows(self._now)]
+
+    def _wait_of(self, tier: TierId) -> float:
+        return self._ledger.speeds[tier].expect(1)
+
+    def _lend(self, wanted: Wanted) -> None:
+        if not wanted.promote:
+            self._ledger.lend(wanted)
+            return
+        # Ask for it as a request would; never of the tier that asks.
+        self._arrivals += 1
+        others = tuple(t for t in self.tiers if t != wanted.tier)
+        self._borrowers[Request(f"ticket {wanted.ticket}", self._arrivals, others)] = wanted
+
+    def _serve_borrowers(self) -> None:
+        for borrower, wanted in tuple(self._borrowers.items()):
+            waits = False
+            for key in wanted.keys:
+                answer = self.lookup(borrower, key)
+                waits |= answer is Lookup.PENDING or answer is Lookup.RETRY
+                if borrower.short:
+                    break
+            if not waits:
+                self._ledger.lend(wanted)
+                self._settle(borrower)
+                del self._borrowers[borrower]
 
     # -- lookup and promotion ---------------------------------------------
 
@@ -216,7 +273,14 @@ class TieringManager:
     def _start_waiting(self, request: Request) -> None:
         if request.deadline is None:
             request.deadline = self._now + self._limits.wait_max_s
-            self._deadlines.append((request.deadline, request))
+            heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
+
+    def _hurry(self, request: Request, seconds: float) -> None:
+        """Computing would take that long: no use in waiting longer."""
+        deadline = self._now + max(seconds, self._limits.wait_min_s)
+        if request.deadline is None or deadline < request.deadline:
+            request.deadline = deadline
+            heapq.heappush(self._deadlines, (deadline, request.arrival, request))
 
     def _meet_filling(self, request: Request, block: Block) -> Lookup:
         if request.given_up:
@@ -225,20 +289,22 @@ class TieringManager:
         assert isinstance(fill, Fill), "a block that is not ready is being filled"
         self._ledger.wait_for_fill(request, fill, block)
         request.scan.append(block.key)
-        self._queue[request] = None
+        self._admission.ask(request)
         self._start_waiting(request)
         return Lookup.PENDING
 
     def _look_below(self, request: Request, key: BlockKey) -> Lookup:
         unknown: list[TierId] = []
-        for tier in request.tiers:
+        for tier in self._ranked:
+            if tier not in request.tiers:
+                continue
             belief = self._beliefs[tier].get(key)
             if belief is None:
                 unknown.append(tier)
             elif belief == PRESENT:
                 request.wishes[key] = tier
                 request.scan.append(key)
-                self._queue[request] = None
+                self._admission.ask(request)
                 self._start_waiting(request)
                 return Lookup.PENDING
             elif belief < 0 or belief <= self._now:
@@ -254,54 +320,6 @@ class TieringManager:
                 self._probers[tier][request] = None
         self._start_waiting(request)
         return Lookup.RETRY
-
-    def _grant_in_turn(self) -> None:
-        """Strictly in the order of arrival: who needs much is not overtaken for ever."""
-        blocked = False
-        for request in sorted(self._queue, key=_arrival):
-            if any(isinstance(wait, Job) for wait in request.waits):
-                request.queued = False  # it asks, and wishes, again when its probes have ended
-            elif blocked and not request.held:
-                request.queued = bool(request.wishes)  # what is being filled comes anyway
-            else:
-                request.queued = not self._grant(request)
-            if request.queued:
-                blocked = True
-            else:
-                request.refused = None
-                del self._queue[request]
-
-    def _grant(self, request: Request) -> bool:
-        """Promote what a request wishes for; False if it has to wait for its turn."""
-        budget_max = min(self._limits.promoting_max, self.pool.num_slots)
-        room = (budget_max - self._ledger.promoting, self.pool.available)
-        if (last := request.refused) is not None and room[0] <= last[0] and room[1] <= last[1]:
-            return False  # nothing came free since
-        beliefs = self._beliefs
-        if any(beliefs[tier].get(key) != PRESENT for key, tier in request.wishes.items()):
-            return True  # the world changed while it waited: let it ask again
-        granted = plan(request.scan, request.wishes, self.pool, budget_max, self.windows)
-        request.denied.update(granted.cut)
-        if not granted.missing and not granted.filling:
-            return True
-        if granted.budget > room[0] or granted.slots > room[1]:
-            if granted.missing and not request.held:
-                request.refused = room
-                return False
-            request.denied.update(granted.missing)  # it holds something: it must not wait
-            return True
-        self._ledger.hold(request, [self._blocks[key] for key in granted.resident])
-        for key in granted.filling:
-            if key in request.wishes:  # since this step: for another request
-                block = self._blocks[key]
-                assert isinstance(block.fill, Fill), "a block that is not ready is being filled"
-                self._ledger.wait_for_fill(request, block.fill, block)
-        by_tier: dict[TierId, list[BlockKey]] = {}
-        for key in granted.missing:
-            by_tier.setdefault(request.wishes[key], []).append(key)
-        for tier, keys in by_tier.items():
-            self._ledger.promote(tier, keys, request)
-        return True
 
     # -- device <-> primary -----------------------------------------------
 
@@ -325,7 +343,7 @@ class TieringManager:
         if (request := self._requests.get(request_id)) is not None:
             self._settle(request)
             request.used.extend([b.key for b in blocks])
-        self._ledger.offer_owed(blocks)
+        self._ledger.cascades.offer_owed(blocks)
         return slots
 
     def complete_load(self, request_id: str) -> None:
@@ -352,15 +370,17 @@ class TieringManager:
         if len(new) < len(keys):
             old = [block for key in keys if (block := blocks.get(key)) is not None and block.ready]
             self.pool.touch([b.key for b in reversed(old)])
-            self._ledger.offer_owed(old)
-        room = self.pool.available
+            self._ledger.cascades.offer_owed(old)
+        room = min(self.pool.available, self._storing_max - self._ledger.storing)
         if len(new) > room:
             self._ledger.counts.unstored_blocks += len(new) - room
             kept = set((sorted(new, key=position) if position is not None else new)[:room])
             new = [key for key in new if key in kept]
-        fill = Fill()
+        request = self._requests.get(request_id)
+        fill = Fill(cascade_to=request.cascade_to if request is not None else None)
         fill.blocks = self._ledger.allocate(new, fill)
-        if (request := self._requests.get(request_id)) is not None:
+        self._ledger.storing += len(new)
+        if request is not None:
             request.used.extend(keys)
         return {b.key: b.slot for b in fill.blocks}
 
@@ -383,9 +403,10 @@ class TieringManager:
             assert isinstance(fill, Fill), "`storing` returns blocks that are being filled"
             mine = [b for b in fill.blocks if b.fill is fill and b.key in left]
             left.difference_update([b.key for b in mine])
+            self._ledger.storing -= len(mine)
             good = [b for b in mine if b.key not in bad]
             self._ledger.publish(good)
-            self._ledger.cascade(good)
+            self._ledger.cascades.begin(good, fill.cascade_to)
             self._ledger.end_fill(fill, good)
             for block in reversed(mine):
                 if not block.ready:
@@ -404,11 +425,12 @@ class TieringManager:
             keep_tiers: the tiers' contents stay valid; else a new epoch begins, under which
                 nothing stored before is visible.
         """
-        for request in self._requests.values():
+        for request in (*self._requests.values(), *self._borrowers):
             self._settle(request)
         for block in self._blocks.values():
             if isinstance(block.fill, Fill) and block.fill.tier is None:
                 self._fenced.append(block)
+        self._ledger.storing = 0
         for blocks in self._loads.values():
             self._fenced += blocks
         self._loads.clear()
@@ -433,15 +455,15 @@ class TieringManager:
         """Assert every invariant. O(n): for tests and the simulator."""
         self.pool.check()
         self._ledger.check()
-        for request in self._requests.values():
+        storing = sum(
+            isinstance(b.fill, Fill) and b.fill.tier is None for b in self._blocks.values()
+        )
+        assert storing == self._ledger.storing <= self._storing_max, "stores over budget"
+        for request in (*self._requests.values(), *self._borrowers):
             assert request.deadline is None or request.given_up or self._now < request.deadline, (
                 "a wait without an end"
             )
             assert not request.waiting or request.deadline is not None, "waits without a deadline"
             assert not request.held or self._now < request.held_until, "a hold without an end"
             assert not (request.queued and request.held), "holds and waits"
-            assert request.queued <= (request in self._queue), "queued, but in no queue"
-
-
-def _arrival(request: Request) -> int:
-    return request.arrival
+            assert request.queued <= (request in self._admission), "queued, but in no queue"

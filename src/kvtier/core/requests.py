@@ -15,12 +15,14 @@ class Fill:
 
     Attributes:
         tier: where the bytes come from; None: the device.
+        cascade_to: tiers that may get them; None: all.
         blocks: the blocks, in the order in which they were asked for.
         waiters: request -> those of the blocks that it met while they were filling. It holds them
             once they are good.
     """
 
     tier: TierId | None = None
+    cascade_to: frozenset[TierId] | None = None
     blocks: list[Block] = field(default_factory=list)
     waiters: dict[Request, list[Block]] = field(default_factory=dict)
 
@@ -31,6 +33,7 @@ class Job:
 
     Attributes:
         command: what was asked of the tier.
+        submitted_at: when.
         deadline: when its keys are given up.
         blocks: primary blocks pinned until `Done`; empty for a probe.
         fill: for a promotion, the blocks being filled.
@@ -39,6 +42,7 @@ class Job:
     """
 
     command: Command
+    submitted_at: float
     deadline: float
     blocks: Sequence[Block] = ()
     fill: Fill | None = None
@@ -54,6 +58,7 @@ class Request:
         request_id: the engine's name for it.
         arrival: its place in the order of arrival.
         tiers: tiers it may load from, in order.
+        cascade_to: tiers that may get what it stores; None: all.
         step: the step of its latest scan.
         short: that scan is answered without looking anything up, since the request waits.
         firsts: cache group -> first key of that scan, noted while it is short.
@@ -62,7 +67,7 @@ class Request:
         denied: keys beyond its grant: MISS until its wait ends.
         waits: the probes and fills whose end it waits for.
         queued: its wishes wait for their turn; it holds nothing for them meanwhile.
-        refused: budget and slots that were free when it was last told to wait for its turn.
+        refused: what was taken (see admission) when it was last told to wait for its turn.
         given_up: its deadline has passed: what is not readable now is a MISS.
         deadline: end of its wait; None while it has not waited.
         held: blocks pinned for it until it loads them.
@@ -74,6 +79,7 @@ class Request:
     request_id: str
     arrival: int
     tiers: tuple[TierId, ...]
+    cascade_to: frozenset[TierId] | None = None
     step: int = -1
     short: bool = False
     firsts: dict[int, BlockKey] = field(default_factory=dict)
@@ -82,7 +88,7 @@ class Request:
     denied: set[BlockKey] = field(default_factory=set)
     waits: set[Job | Fill] = field(default_factory=set)
     queued: bool = False
-    refused: tuple[int, int] | None = None
+    refused: tuple[int, int, int] | None = None
     given_up: bool = False
     deadline: float | None = None
     held: dict[BlockKey, Block] = field(default_factory=dict)

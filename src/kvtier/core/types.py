@@ -40,6 +40,17 @@ class Lookup(Enum):
     MISS = "miss"  # nowhere, or not worth the wait
 
 
+class Fault(Enum):
+    """Why a job failed, as far as its driver can tell."""
+
+    ERROR = "error"  # anything else
+    FULL = "full"  # no space, over quota, read-only
+    THROTTLED = "throttled"  # told to slow down
+    UNREACHABLE = "unreachable"  # the server or the mount is gone
+    DENIED = "denied"  # credentials or permissions
+    STALLED = "stalled"  # nothing comes back; told by the core itself
+
+
 class Reason(Enum):
     """Why a block left a tier."""
 
@@ -81,18 +92,35 @@ class Write:
     epoch: int = 0
 
 
-Command = Probe | Read | Write
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """Answer to `Wanted`: `keys[i]` lies in `slots[i]`, and stays there until `Done` or the end of
+    the lease. `missing` are the keys that cannot be lent.
+    """
+
+    tier: TierId
+    job: JobId
+    ticket: int
+    keys: tuple[BlockKey, ...]
+    slots: tuple[Slot, ...]
+    missing: tuple[BlockKey, ...]
+    epoch: int = 0
+
+
+Command = Probe | Read | Write | Lend
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
     """A command ended: after this its driver touches none of its slots.
 
-    `ok` holds those of the command's keys that succeeded; for a probe, those that exist.
+    `ok` holds those of the command's keys that succeeded; for a probe, those that exist. `fault`
+    tells why the others failed, if the tier failed; a block that is merely absent is no fault.
     """
 
     job: JobId
     ok: frozenset[BlockKey] = frozenset()
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +132,28 @@ class Dropped:
     reason: Reason = Reason.EVICTED
 
 
-Completion = Done | Dropped
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tier asks for blocks on behalf of somebody else, a peer for instance.
+
+    `ticket` is the tier's own name for the question. With `promote`, keys that another tier holds
+    are promoted before the answer is given.
+    """
+
+    tier: TierId
+    ticket: int
+    keys: tuple[BlockKey, ...]
+    promote: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """A tier still needs what it was lent: the lease begins anew."""
+
+    job: JobId
+
+
+Completion = Done | Dropped | Wanted | Renewed
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ class Truth(RuleBasedStateMachine):
         for client in self.clients.values():
             reasons.update(b.slot for b in client.request.held.values())
         assert self.manager.pool.pinned == len(reasons), "pins without a reason, or none"
-        for tier, owed in enumerate(self.manager.ledger.owed):
+        for tier, owed in enumerate(self.manager.ledger.cascades.owed):
             assert owed.keys() <= self.manager.pool.blocks.keys(), f"owed to {tier}, but gone"
 
     def _check_log(self) -> None:
@@ -163,7 +163,7 @@ class Truth(RuleBasedStateMachine):
         assert manager.pool.available == self.num_slots, "slots leaked"
         assert not any(ledger.jobs_in_flight), "jobs leaked"
         assert ledger.promoting == 0, "the promotion budget leaked"
-        assert not any(ledger.writing), "the cascade budget leaked"
+        assert not any(ledger.cascades.writing), "the cascade budget leaked"
 
     def _slots_in_transfer(self) -> set[Slot]:
         busy: set[Slot] = set()
@@ -194,7 +194,7 @@ class Truth(RuleBasedStateMachine):
             tuple(request.scan),
             dict(request.wishes),
             [tuple(keys) for keys in manager._to_probe],
-            request in manager._queue,
+            request in manager._admission,
             set(request.held),
         )
 

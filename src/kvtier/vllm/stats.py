@@ -63,7 +63,7 @@ class Totals:
         yield Series(metrics.WRITE_SECONDS, label), counters.write_seconds
         yield Series(metrics.WRITE_FAILURES, label), counters.write_failures
         yield Series(metrics.CORRUPT_BLOCKS, label), counters.corrupt_blocks
-        skipped = core.ledger.counts.skipped_store_blocks[place]
+        skipped = core.ledger.cascades.skipped[place]
         yield Series(metrics.SKIPPED_STORE_BLOCKS, label), skipped
-        yield Series(metrics.PINNED_SLOTS, label), core.ledger.writing[place]
+        yield Series(metrics.PINNED_SLOTS, label), core.ledger.cascades.writing[place]
         yield Series(metrics.JOBS_IN_FLIGHT, label), core.ledger.jobs_in_flight[place]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.core.grants import Plan, plan
+from kvtier.core.plans import Plan, plan
 from kvtier.core.policies.lru import LRU
 from kvtier.core.pool import BlockPool
 from kvtier.core.types import BlockKey, TierId

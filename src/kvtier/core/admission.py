@@ -1,0 +1,166 @@
+"""Admission: which of the waiting requests may promote what, and when.
+
+Requests are granted what they wish for in the order of their arrival: all of it, if it fits the
+budget now, else they wait for their turn and hold nothing for it. What can never fit is cut off at
+once (`kvtier.core.plans`). A request that holds something is never made to wait: what does not fit
+then is denied. So nobody waits for a slot that somebody holds who waits.
+
+What takes longer to read than to compute is denied too, where both are known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from operator import ge
+
+from kvtier.core.health import State
+from kvtier.core.ledger import Ledger
+from kvtier.core.limits import Limits
+from kvtier.core.plans import Plan, plan
+from kvtier.core.pool import BlockPool
+from kvtier.core.presence import PRESENT
+from kvtier.core.requests import Fill, Job, Request
+from kvtier.core.types import GROUP_BYTES, BlockKey, TierId
+
+
+class Admission:
+    """See the module.
+
+    Attributes:
+        block_s: seconds that the engine takes to compute the tokens of one block; None if unknown.
+        hurry: tells how long, in seconds, a request should still wait at most.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        ledger: Ledger,
+        limits: Limits,
+        windows: frozenset[int],
+        hurry: Callable[[Request, float], None],
+    ) -> None:
+        self.block_s: float | None = None
+        self.hurry = hurry
+        self._pool = pool
+        self._ledger = ledger
+        self._limits = limits
+        self._windows = windows
+        self._reading_max = limits.reading_max or limits.promoting_max
+        self._queue: dict[Request, None] = {}  # requests with wishes, or with blocks that come
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._queue
+
+    def ask(self, request: Request) -> None:
+        """The request has wishes, or met blocks that are being filled."""
+        self._queue[request] = None
+
+    def withdraw(self, request: Request) -> None:
+        """The request wishes for nothing any more."""
+        self._queue.pop(request, None)
+
+    def grant_in_turn(self) -> None:
+        """Strictly in the order of arrival: who needs much is not overtaken for ever."""
+        blocked = False
+        for request in sorted(self._queue, key=_arrival):
+            if any(isinstance(wait, Job) for wait in request.waits):
+                request.queued = False  # it asks, and wishes, again when its probes have ended
+            elif blocked and not request.held:
+                request.queued = bool(request.wishes)  # what is being filled comes anyway
+            else:
+                request.queued = not self._grant(request)
+            if request.queued:
+                blocked = True
+            else:
+                request.refused = None
+                del self._queue[request]
+
+    def _grant(self, request: Request) -> bool:
+        """Promote what a request wishes for; False if it has to wait for its turn."""
+        ledger = self._ledger
+        taken = (ledger.promoting, sum(ledger.reading), -self._pool.available)
+        if request.refused is not None and all(map(ge, taken, request.refused)):
+            return False  # nothing came free since
+        if not self._still_true(request):
+            return True  # the world changed while it waited: let it ask again
+        budget_max = self._budget_max(request)
+        granted = plan(request.scan, request.wishes, self._pool, budget_max, self._windows)
+        request.denied.update(granted.cut)
+        if not granted.missing and not granted.filling:
+            return True
+        by_tier: dict[TierId, list[BlockKey]] = {}
+        for key in granted.missing:
+            by_tier.setdefault(request.wishes[key], []).append(key)
+        if self._slower_than_computing(by_tier):
+            ledger.counts.recomputed_blocks += len(granted.missing)
+            request.denied.update(granted.missing)
+            return True
+        if not self._fits(granted, by_tier):
+            if granted.missing and not request.held:
+                request.refused = taken
+                return False
+            request.denied.update(granted.missing)  # it holds something: it must not wait
+            return True
+        self._promote(request, granted, by_tier)
+        return True
+
+    def _budget_max(self, request: Request) -> int:
+        """The most that one grant may take: hung reads are out of reach for long."""
+        ledger = self._ledger
+        most = min(self._limits.promoting_max, self._pool.num_slots) - sum(ledger.stuck)
+        for tier in set(request.wishes.values()):
+            most = min(most, self._reading_max - ledger.stuck[tier])
+        return max(most, 0)
+
+    def _still_true(self, request: Request) -> bool:
+        """Whether every wish can still be had where it was seen."""
+        presence, reads = self._ledger.presence, self._ledger.reads
+        if any(reads[tier].state is State.OPEN for tier in set(request.wishes.values())):
+            return False
+        return all(presence[t].beliefs.get(key) == PRESENT for key, t in request.wishes.items())
+
+    def _fits(self, granted: Plan, by_tier: dict[TierId, list[BlockKey]]) -> bool:
+        reading = self._ledger.reading
+        return (
+            granted.budget <= self._limits.promoting_max - self._ledger.promoting
+            and granted.slots <= self._pool.available
+            and all(reading[t] + len(keys) <= self._reading_max for t, keys in by_tier.items())
+        )
+
+    def _slower_than_computing(self, by_tier: dict[TierId, list[BlockKey]]) -> bool:
+        computing = self.computing_s(key for keys in by_tier.values() for key in keys)
+        if computing is None or not by_tier:
+            return False
+        speeds = self._ledger.speeds
+        return max(speeds[t].expect(len(keys)) for t, keys in by_tier.items()) > computing
+
+    def computing_s(self, keys: Iterable[BlockKey]) -> float | None:
+        """Seconds to compute what these blocks hold; None if the engine's rate is unknown."""
+        if self.block_s is None:
+            return None
+        groups = Counter(key[-GROUP_BYTES:] for key in keys)
+        # All groups cover the same tokens; the largest one counts them.
+        return max(groups.values(), default=0) * self.block_s
+
+    def _promote(
+        self, request: Request, granted: Plan, by_tier: dict[TierId, list[BlockKey]]
+    ) -> None:
+        blocks = self._pool.blocks
+        self._ledger.hold(request, [blocks[key] for key in granted.resident])
+        for key in granted.filling:
+            if key in request.wishes:  # since this step: for another request
+                block = blocks[key]
+                assert isinstance(block.fill, Fill), "a block that is not ready is being filled"
+                self._ledger.wait_for_fill(request, block.fill, block)
+        for tier, keys in by_tier.items():
+            self._ledger.promote(tier, keys, request)
+        if (computing := self.computing_s(granted.missing)) is not None:
+            self.hurry(request, computing)
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
