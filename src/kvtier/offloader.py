@@ -15,12 +15,14 @@ from dataclasses import dataclass
 import msgspec
 
 from kvtier.config import Settings, TierSettings
+from kvtier.core.health import Patience
 from kvtier.core.limits import Limits
 from kvtier.core.manager import TieringManager
 from kvtier.core.policies.lru import LRU
 from kvtier.core.pool import BlockPool
-from kvtier.core.types import Command, Completion, Probe, Read, Write
+from kvtier.core.types import Command, Completion, Lend, Probe, Read, Write
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews
+from kvtier.drivers.guard import GuardedDriver
 from kvtier.drivers.threaded import ThreadedDriver
 from kvtier.namespace import Namespace
 from kvtier.region import Region
@@ -113,8 +115,8 @@ class Offloader:
             windows,
         )
         make = make_driver or on_threads
-        self.drivers: tuple[SecondaryTierManager, ...] = tuple(
-            make(tier, self._opener(tier)) for tier in tiers
+        self.drivers = tuple(
+            GuardedDriver(tier.name, make(tier, self._opener(tier))) for tier in tiers
         )
 
     def begin(self) -> None:
@@ -156,6 +158,8 @@ class Offloader:
             case Write(job=job, keys=keys, slots=slots):
                 views = SlotViews(self.region, slots, readonly=True)
                 driver.submit_store(JobMetadata(job, keys, views, namespace))
+            case Lend():
+                raise AssertionError("no built-in tier asks for blocks")
 
     def _opener(self, tier: ConfiguredTier) -> Callable[[str], Tier]:
         def open_tier(digest: str) -> Tier:
@@ -167,11 +171,28 @@ class Offloader:
 
 def limits_of(settings: Settings, num_slots: int, num_tiers: int) -> Limits:
     """The bounds of one engine: shares of the pool, turned into slots."""
+    tiers = max(num_tiers, 1)
+    promoting_max = max(1, int(num_slots * settings.promotion_share))
+    writing_max = max(1, int(num_slots * settings.cascade_share) // tiers)
+    lending_max = int(num_slots * settings.lending_share)
+    # What promotions always get: a tenth, or their share if that is less.
+    kept = max(1, min(num_slots // 10, promoting_max))
     return Limits(
-        promoting_max=max(1, int(num_slots * settings.promotion_share)),
-        writing_max=max(1, int(num_slots * settings.cascade_share) // max(num_tiers, 1)),
+        promoting_max=promoting_max,
+        writing_max=writing_max,
+        # With several tiers, one that hangs leaves half to the others.
+        reading_max=promoting_max if tiers == 1 else max(1, promoting_max // 2),
+        storing_max=max(1, num_slots - kept - writing_max * tiers - lending_max),
+        lending_max=lending_max,
         job_deadline_s=settings.job_deadline_ms / 1e3,
         wait_max_s=settings.max_wait_ms / 1e3,
         hold_s=settings.hold_ms / 1e3,
         absent_ttl_s=settings.absent_ttl_ms / 1e3,
+        second_touch=settings.store_filter == "second_touch",
+        patience=Patience(
+            failures_max=settings.tier_failures_max,
+            stall_s=settings.tier_stall_ms / 1e3,
+            backoff_s=settings.tier_backoff_ms / 1e3,
+            backoff_max_s=settings.tier_backoff_max_ms / 1e3,
+        ),
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kvtier import metrics
 from kvtier.config import PRIMARY_NAME
+from kvtier.core.health import State
 from kvtier.core.types import TierId
 from kvtier.metrics import Series
 from kvtier.offloader import Offloader
@@ -48,6 +49,8 @@ class Totals:
         yield Series(metrics.LOOKUP_BLOCKS, label), self.lookups
         yield Series(metrics.SKIPPED_STORE_BLOCKS, label), core.ledger.counts.unstored_blocks
         yield Series(metrics.EXPIRED_WAITS, label), core.ledger.counts.expired_waits
+        yield Series(metrics.RECOMPUTED_BLOCKS, label), core.ledger.counts.recomputed_blocks
+        yield Series(metrics.FILTERED_BLOCKS, label), core.ledger.cascades.filtered
         yield Series(metrics.USED_SLOTS, label), core.pool.used
         yield Series(metrics.TOTAL_SLOTS, label), core.pool.num_slots
         yield Series(metrics.PINNED_SLOTS, label), core.pool.pinned
@@ -66,4 +69,10 @@ class Totals:
         skipped = core.ledger.cascades.skipped[place]
         yield Series(metrics.SKIPPED_STORE_BLOCKS, label), skipped
         yield Series(metrics.PINNED_SLOTS, label), core.ledger.cascades.writing[place]
+        reads, writes = core.ledger.reads[place], core.ledger.writes[place]
+        yield Series(metrics.EXPIRED_JOBS, label), core.ledger.counts.expired_jobs[place]
+        yield Series(metrics.DRIVER_ERRORS, label), self._offloader.drivers[place].errors
+        yield Series(metrics.READS_OPEN, label), float(reads.state is not State.CLOSED)
+        yield Series(metrics.WRITES_OPEN, label), float(writes.state is not State.CLOSED)
+        yield Series(metrics.TIMES_OPENED, label), reads.opened + writes.opened
         yield Series(metrics.JOBS_IN_FLIGHT, label), core.ledger.jobs_in_flight[place]
