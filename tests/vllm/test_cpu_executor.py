@@ -73,7 +73,7 @@ def test_more_bytes_than_a_call_takes(sizes: list[int], limit: int, seed: int):
     calls: list[int] = []
     real = cpu._process_vm_readv
 
-    def counted(pid, local, count, remote, same_count, flags):  # noqa: ANN001, ANN202
+    def counted(pid, local, count, remote, same_count, flags):
         lengths = np.ctypeslib.as_array(
             (cpu.ctypes.c_uint64 * (2 * count)).from_address(remote)
         ).reshape(-1, 2)[:, 1]

@@ -156,7 +156,7 @@ class KVTierManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """All workers have read a load's blocks."""
-        self._transfers -= 1
+        self._transfers = max(self._transfers - 1, 0)
         try:
             self._core.complete_load(req_context.req_id)
         except Exception as error:  # noqa: BLE001 - nothing may escape
@@ -195,7 +195,7 @@ class KVTierManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         """All workers have written a store's blocks, or say by their marks that they have not."""
-        self._transfers -= 1
+        self._transfers = max(self._transfers - 1, 0)
         try:
             storing = self._core.storing([BlockKey(key) for key in keys])
             bad = {key for key, _ in storing}
@@ -232,7 +232,7 @@ class KVTierManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What changed in kvtier's metrics; vLLM asks at the end of every step."""
         self._unread = True
-        self._updates += 1
+        self._updates = min(self._updates + 1, self._schedules)  # no update precedes its step
         if self._fence_at is not None and self._updates >= self._fence_at:
             self.on_reset_flushed()
         try:
