@@ -29,6 +29,9 @@ from kvtier.tiers.registry import TierType, decode_settings, load_tier_type
 
 log = logging.getLogger(__name__)
 
+_CLOSE_TIMEOUT_S = 2.0
+"""vLLM kills its engine a few seconds after it asked for the end."""
+
 
 @dataclass(frozen=True)
 class ConfiguredTier:
@@ -137,7 +140,7 @@ class Offloader:
     def close(self) -> None:
         """Stop the drivers, as far as they stop soon; never wait for a tier that hangs."""
         for tier, driver in zip(self.tiers, self.drivers, strict=True):
-            if not driver.close():
+            if not driver.close(_CLOSE_TIMEOUT_S):
                 log.warning("Tier %s is still busy; left alone", tier.name)
         self.region.close()
 

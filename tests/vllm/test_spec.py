@@ -80,7 +80,7 @@ def engine_of(**changes: Any) -> SimpleNamespace:
         compilation_config=SimpleNamespace(
             static_forward_context={"layers.0": layer, "layers.1": layer}
         ),
-        load_config=SimpleNamespace(load_format="auto"),
+        load_config=SimpleNamespace(load_format="auto", download_dir="/models"),
     )
 
 
@@ -389,7 +389,7 @@ def test_made_up_weights_need_a_fingerprint(tmp_path: Path, seen: SimpleNamespac
 def test_engine_facts_are_plain_and_complete(monkeypatch: pytest.MonkeyPatch):
     facts = engine_facts(engine_of(), "cuda")
     require_known(facts)
-    assert facts["model"] == {"name": "some/model", "revision": None}
+    assert facts["model"] == {"name": "some/model", "revision": None, "cache_dir": "/models"}
     assert "cpu" not in facts["identity"]
     assert "cpu" in engine_facts(engine_of(), "cpu")["identity"]
     both = engine_of(calculate_kv_scales=True, prefix_caching_hash_algo="xxhash_cbor")

@@ -47,6 +47,7 @@ _VLLM_HIT, _VLLM_PENDING = LookupResult.HIT, LookupResult.HIT_PENDING
 _VLLM_RETRY, _VLLM_MISS = LookupResult.RETRY, LookupResult.MISS
 
 _ERRORS_UNTIL_OFF = 3
+_ENGINE_REPORTS_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")  # since vLLM 0.33
 _LAST_POSITION = 1 << 62
 
 
@@ -227,13 +228,15 @@ class KVTierManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping for kvtier's sake."""
-        return not self._off and (self._recovering or self._core.busy)
+        waits = self._recovering or self._fence_at is not None
+        return not self._off and (waits or self._core.busy)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What changed in kvtier's metrics; vLLM asks at the end of every step."""
         self._unread = True
         self._updates = min(self._updates + 1, self._schedules)  # no update precedes its step
-        if self._fence_at is not None and self._updates >= self._fence_at:
+        fence_at = None if _ENGINE_REPORTS_FLUSH else self._fence_at
+        if fence_at is not None and self._updates >= fence_at:
             self.on_reset_flushed()
         try:
             delta = self._collector.collect(self._totals.collect(self._errors))

@@ -25,7 +25,7 @@ from kvtier.config import Settings, check_pool
 from kvtier.errors import NamespaceError
 from kvtier.layout import CANONICAL_FORMAT, RowLayout
 from kvtier.metrics import METRICS, Kind
-from kvtier.namespace import Namespace, weights_fingerprint
+from kvtier.namespace import Namespace
 from kvtier.offloader import Offloader, configure_tiers
 from kvtier.region import Geometry, Offer, join, share, total_memory
 from kvtier.vllm.compat import current_engine_config, require_supported
@@ -33,6 +33,7 @@ from kvtier.vllm.engine_facts import engine_facts, require_known
 from kvtier.vllm.events import require_known_places
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.worker import KVTierWorker, row_layout
+from kvtier.weights import weights_fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ class KVTierSpec(OffloadingSpec):
                     "the weights are made up (load_format dummy), so the files do not identify "
                     "them; set weights_fingerprint"
                 )
-            weights = weights_fingerprint(model["name"], model["revision"])
+            weights = weights_fingerprint(model["name"], model["revision"], model["cache_dir"])
         identity = {
             "weights": weights,
             "tokens_per_hash": self.tokens_per_hash,
