@@ -37,6 +37,9 @@ _TIER_NAME_ALLOWED = "1 to 64 characters out of a-z, 0-9, `_` and `-`"
 _Count = Annotated[int, Meta(gt=0, description="a whole number above 0")]
 _Milliseconds = Annotated[int, Meta(gt=0, description="a whole number of milliseconds above 0")]
 _Share = Annotated[float, Meta(gt=0, lt=1, description="a share of the pool between 0 and 1")]
+_ShareOrNone = Annotated[
+    float, Meta(ge=0, lt=1, description="a share of the pool from 0 to below 1")
+]
 _Switch = Annotated[bool, Meta(description="true or false")]
 _Label = Annotated[
     str,
@@ -121,7 +124,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             blocks that come too late for one request are good for the next.
         promotion_share: share of the pool that promotions and holds may take.
         cascade_share: share of the pool that running cascades may pin, over all tiers.
-        lending_share: share of the pool that may be lent to others, peers for instance.
+        lending_share: share of the pool that tiers may borrow for others, peers for instance.
         store_filter: `always` writes every block to the tiers; `second_touch` only those that were
             met before, so that prompts that never come again cost no writes.
         prefill_tokens_per_s: how fast the engine computes prompts. What takes longer to read is
@@ -151,7 +154,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     job_deadline_ms: _Milliseconds = 30_000
     promotion_share: _Share = 0.5
     cascade_share: _Share = 0.25
-    lending_share: _Share = 0.05
+    lending_share: _ShareOrNone = 0.0
     store_filter: _Filter = "always"
     prefill_tokens_per_s: _Rate = "measure"
     tier_failures_max: _Count = 3

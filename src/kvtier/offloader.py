@@ -175,14 +175,14 @@ def limits_of(settings: Settings, num_slots: int, num_tiers: int) -> Limits:
     promoting_max = max(1, int(num_slots * settings.promotion_share))
     writing_max = max(1, int(num_slots * settings.cascade_share) // tiers)
     lending_max = int(num_slots * settings.lending_share)
-    # What promotions always get: a tenth, or their share if that is less.
-    kept = max(1, min(num_slots // 10, promoting_max))
+    # What promotions always get: a tenth, or their share if that is less; nothing without tiers.
+    kept = max(1, min(num_slots // 10, promoting_max)) + writing_max * tiers if num_tiers else 0
     return Limits(
         promoting_max=promoting_max,
         writing_max=writing_max,
         # With several tiers, one that hangs leaves half to the others.
         reading_max=promoting_max if tiers == 1 else max(1, promoting_max // 2),
-        storing_max=max(1, num_slots - kept - writing_max * tiers - lending_max),
+        storing_max=max(1, num_slots - kept - lending_max),
         lending_max=lending_max,
         job_deadline_s=settings.job_deadline_ms / 1e3,
         wait_max_s=settings.max_wait_ms / 1e3,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -10,6 +11,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.core.types import BlockKey, Event, Removed, Stored, TierId
 from kvtier.errors import ConfigError
 from kvtier.offloader import ConfiguredTier
+
+log = logging.getLogger(__name__)
 
 
 class EventTranslator:
@@ -79,6 +82,31 @@ def hit_source(tier: ConfiguredTier) -> CacheHitSource:
     if locality_of(tier) is Locality.LOCAL:
         return CacheHitSource.DISK
     return CacheHitSource.EXTERNAL_UNSPECIFIED
+
+
+def cascade_tiers(tiers: Sequence[ConfiguredTier], req_context: ReqContext) -> set[TierId] | None:
+    """Tiers that may get what a request stores (`kv_store_tiers`, in the form of vLLM's
+    `kv_load_tiers`, or names of tiers); None: all of them. What cannot be understood is ignored.
+    """
+    wanted = (req_context.kv_transfer_params or {}).get("kv_store_tiers")
+    if wanted is None:
+        return None
+    if not isinstance(wanted, list) or not all(isinstance(w, str | dict) for w in wanted):
+        log.warning("kv_store_tiers of request %s is not a list: ignored", req_context.req_id)
+        return None
+    return {
+        TierId(place)
+        for place, tier in enumerate(tiers)
+        if any(_matches(tier, one) for one in wanted)
+    }
+
+
+def _matches(tier: ConfiguredTier, wanted: str | Mapping[str, object]) -> bool:
+    if isinstance(wanted, str):
+        return wanted == tier.name
+    kind = tier.tier_type
+    known = {"name": tier.name, "medium": kind.medium, "locality": kind.locality}
+    return all(known.get(word) == value for word, value in wanted.items())
 
 
 def allowed_tiers(tiers: Sequence[ConfiguredTier], req_context: ReqContext) -> set[TierId] | None:

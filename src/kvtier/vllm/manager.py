@@ -13,7 +13,8 @@ scheduling, and the collection of statistics after the model ran.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -32,11 +33,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.core.requests import Request
-from kvtier.core.types import BlockKey, Lookup, TierId, group_of
+from kvtier.core.types import GROUP_BYTES, BlockKey, Lookup, TierId, group_of
 from kvtier.metrics import Collector
 from kvtier.offloader import Offloader
 from kvtier.region import Mark
-from kvtier.vllm.events import EventTranslator, allowed_tiers, hit_source
+from kvtier.vllm.events import EventTranslator, allowed_tiers, cascade_tiers, hit_source
+from kvtier.vllm.prefill import PrefillMeter
 from kvtier.vllm.stats import Totals
 from kvtier.vllm.worker import NO_SLOT, PrimaryLoadStoreSpec
 
@@ -58,10 +60,18 @@ class KVTierManager(OffloadingManager):
         offloader: the cache; owned from now on.
         tokens_per_chunk: per cache group, the tokens of one block.
         emit_events: vLLM publishes KV events.
+        prefill_tokens_per_s: how fast the engine computes prompts; or `measure`, or `unknown`.
+        clock: seconds, monotonic.
     """
 
     def __init__(
-        self, offloader: Offloader, tokens_per_chunk: Mapping[int, int], *, emit_events: bool
+        self,
+        offloader: Offloader,
+        tokens_per_chunk: Mapping[int, int],
+        *,
+        emit_events: bool,
+        prefill_tokens_per_s: float | str = "unknown",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._offloader = offloader
         self._core = offloader.core
@@ -70,6 +80,10 @@ class KVTierManager(OffloadingManager):
         self._translator = EventTranslator(offloader.tiers) if emit_events else None
         self._totals = Totals(offloader)
         self._collector = Collector()
+        self._clock = clock
+        self._prefill = PrefillMeter() if prefill_tokens_per_s == "measure" else None
+        if isinstance(prefill_tokens_per_s, float):
+            self._set_prefill_rate(prefill_tokens_per_s)
         self._unread = True  # completions may have come since the last look
         self._schedules = 0
         self._updates = 0
@@ -186,6 +200,10 @@ class KVTierManager(OffloadingManager):
             end = req_context.get_offload_key_position(OffloadKey(key))
             return _LAST_POSITION if end is None else end
 
+        if self._prefill is not None and keys:
+            group = keys[0][-GROUP_BYTES:]  # every group covers the same tokens
+            blocks = sum(key.endswith(group) for key in keys)
+            self._prefill.offered(blocks * self._tokens.get(group_of(keys[0]), 0))
         slots = self._core.prepare_store(req_context.req_id, keys, position)
         if slots:
             # What a mark said of the slot's last block says nothing of the next one.
@@ -220,6 +238,8 @@ class KVTierManager(OffloadingManager):
                 self._core.settle_request(request_id)
             self._begin()
             self._offloader.end()
+            if self._prefill is not None:
+                self._prefill.scheduled(self._clock())
         except Exception as error:  # noqa: BLE001 - nothing may escape
             self._contain("on_schedule_end", error)
         self._unread = True
@@ -239,6 +259,8 @@ class KVTierManager(OffloadingManager):
         if fence_at is not None and self._updates >= fence_at:
             self.on_reset_flushed()
         try:
+            if self._prefill is not None and self._prefill.step_ended(self._clock()):
+                self._set_prefill_rate(self._prefill.tokens_per_s)
             delta = self._collector.collect(self._totals.collect(self._errors))
         except Exception as error:  # noqa: BLE001 - nothing may escape
             self._contain("get_stats", error)
@@ -297,9 +319,14 @@ class KVTierManager(OffloadingManager):
 
     def _open(self, req_context: ReqContext) -> Request:
         tiers: set[TierId] | None = allowed_tiers(self._offloader.tiers, req_context)
-        request = self._core.open_request(req_context.req_id, tiers)
+        stores_to = cascade_tiers(self._offloader.tiers, req_context)
+        request = self._core.open_request(req_context.req_id, tiers, stores_to)
         self._requests[req_context.req_id] = request
         return request
+
+    def _set_prefill_rate(self, tokens_per_s: float | None) -> None:
+        if tokens_per_s is not None and self._tokens:
+            self._core.set_prefill_rate(max(self._tokens.values()) / tokens_per_s)
 
     def _begin(self) -> None:
         self._unread = False

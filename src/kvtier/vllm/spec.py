@@ -126,6 +126,7 @@ class KVTierSpec(OffloadingSpec):
                     for group in self.config.groups
                 },
                 emit_events=self.kv_events_config.enable_kv_cache_events,
+                prefill_tokens_per_s=self.settings.prefill_tokens_per_s,
             )
             log.info(
                 "kvtier: %d slots of %d bytes in DRAM, tiers %s",
