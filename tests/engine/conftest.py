@@ -25,7 +25,7 @@ BLOCK = 32
 _SHAPES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gqa": ("make_gqa_model", {"layers": 3, "hidden": 128, "heads": 4, "kv_heads": 2}),
     "hybrid": ("make_hybrid_model", {"hidden": 128, "heads": 4, "kv_heads": 2, "window": 64}),
-    "mla": ("make_mla_model", {"layers": 2, "hidden": 128, "heads": 2}),
+    "mla": ("make_mla_model", {"layers": 2, "hidden": 128, "heads": 4}),
 }
 
 
