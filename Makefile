@@ -16,7 +16,7 @@ INSTALL := $(PIP) install -q -e '.[$(ENGINE),cli,dev]'
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint bench clean
+.PHONY: help demo test test-fast lint bench mutants clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -37,8 +37,11 @@ lint: $(STAMP) ## Ruff, formatting, types and the layers
 	$(BIN)/lint-imports
 
 bench: $(STAMP) ## Run every benchmark under bench/
-	@set -e; for program in $(wildcard bench/*.py); do \
+	@set -e; for program in $(wildcard bench/[a-z]*.py); do \
 	    echo "== $$program"; $(BIN)/python $$program $(ARGS); done
+
+mutants: $(STAMP) ## Plant faults in the core one by one, and see that the tests find each
+	$(BIN)/python tests/machine/mutants.py
 
 clean: ## Remove .venv, caches and build output
 	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -29,6 +29,9 @@ from kvtier.tiers.registry import TierType, decode_settings, load_tier_type
 
 log = logging.getLogger(__name__)
 
+_CLOSE_TIMEOUT_S = 2.0
+"""vLLM kills its engine a few seconds after it asked for the end."""
+
 
 @dataclass(frozen=True)
 class ConfiguredTier:
@@ -59,6 +62,15 @@ def configure_tiers(tiers: Sequence[TierSettings]) -> tuple[ConfiguredTier, ...]
     return tuple(configured)
 
 
+MakeDriver = Callable[[ConfiguredTier, Callable[[str], Tier]], SecondaryTierManager]
+
+
+def on_threads(tier: ConfiguredTier, open_tier: Callable[[str], Tier]) -> SecondaryTierManager:
+    """Run a tier on threads of this process."""
+    num_threads = tier.tier_type.num_threads(tier.options)
+    return ThreadedDriver(tier.name, open_tier, num_threads=num_threads)
+
+
 class Offloader:
     """See the module.
 
@@ -69,6 +81,7 @@ class Offloader:
         namespace: under which blocks are shared; None only when there are no tiers.
         windows: cache groups that are looked up from the right.
         clock: seconds, monotonic.
+        make_driver: runs a tier, given a function that opens it for a namespace's digest.
 
     Attributes:
         core: decides; asked by the host.
@@ -83,6 +96,7 @@ class Offloader:
         namespace: Namespace | None,
         windows: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
+        make_driver: MakeDriver | None = None,
     ) -> None:
         assert namespace is not None or not tiers, "a tier needs a namespace"
         num_slots = region.geometry.num_slots
@@ -98,11 +112,9 @@ class Offloader:
             limits_of(settings, num_slots, len(tiers)),
             windows,
         )
+        make = make_driver or on_threads
         self.drivers: tuple[SecondaryTierManager, ...] = tuple(
-            ThreadedDriver(
-                tier.name, self._opener(tier), num_threads=tier.tier_type.num_threads(tier.options)
-            )
-            for tier in tiers
+            make(tier, self._opener(tier)) for tier in tiers
         )
 
     def begin(self) -> None:
@@ -128,7 +140,7 @@ class Offloader:
     def close(self) -> None:
         """Stop the drivers, as far as they stop soon; never wait for a tier that hangs."""
         for tier, driver in zip(self.tiers, self.drivers, strict=True):
-            if not driver.close():
+            if not driver.close(_CLOSE_TIMEOUT_S):
                 log.warning("Tier %s is still busy; left alone", tier.name)
         self.region.close()
 

@@ -12,7 +12,7 @@ import pytest
 from kvtier.drivers.threaded import LOOKUP_BATCH, OPEN_TIERS_MAX, ThreadedDriver
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, ArraySlots, block_of, key_of
 from kvtier.testing.contract import DriverContract
-from kvtier.testing.faults import Fail, FaultyTier
+from kvtier.testing.faults import Fail, FaultyTier, Hang
 from kvtier.tiers.files import FilesTier
 from kvtier.tiers.memory import MemoryTier
 
@@ -49,54 +49,61 @@ class TestThreadedDriverOverFiles(DriverContract):
         return ThreadedDriver("fs", lambda namespace: FilesTier(self.root, namespace), 4)
 
 
-class RecordingTier(MemoryTier):
-    """Notes which thread does what; all of its first calls meet before they go on."""
+class MeetingTier(MemoryTier):
+    """The first calls of all threads meet; then the one named `held` waits, and what the others do
+    is noted."""
 
-    def __init__(self, parties: int) -> None:
+    def __init__(self, parties: int, held: str = "") -> None:
         super().__init__()
         self.meeting = threading.Barrier(parties)
         self.met = threading.local()
-        self.done: dict[str, list[str]] = {}
+        self.held = held
+        self.released = threading.Event()
+        self.done: list[str] = []
 
     def note(self, what: str) -> None:
-        if not hasattr(self.met, "once"):
-            self.met.once = True
-            self.meeting.wait(30)
+        if hasattr(self.met, "once"):
+            self.done.append(what)
             return
-        self.done.setdefault(threading.current_thread().name, []).append(what)
+        self.met.once = True
+        self.meeting.wait(30)
+        if threading.current_thread().name == self.held:
+            self.released.wait()
 
     def read(self, key: BlockKey, into: Buffers) -> None:
-        self.note("load")
+        self.note("urgent")
         super().read(key, into)
 
     def write(self, key: BlockKey, data: Buffers) -> None:
-        self.note("store")
+        self.note("bulk")
         super().write(key, data)
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        self.note("lookup")
+        self.note("urgent")
         return super().exists(keys)
 
 
-def test_loads_and_lookups_go_first_except_on_one_thread() -> None:
-    tier = RecordingTier(parties=4)
-    driver = ThreadedDriver("x", lambda namespace: tier, num_threads=3)
-    keys = [key_of(i) for i in range(120)]
+@pytest.mark.parametrize(("held", "order"), [(0, ["urgent", "bulk"]), (1, ["bulk", "urgent"])])
+def test_loads_and_lookups_go_first_except_on_one_thread(held: int, order: list[str]) -> None:
+    tier = MeetingTier(parties=3, held=f"kvtier-x-{held}")
+    driver = ThreadedDriver("x", lambda namespace: tier, num_threads=2)
+    keys = [key_of(i) for i in range(10)]
     slots = ArraySlots(len(keys))
-    driver.submit_load(drive.job(1, keys[:3], slots))  # all three threads wait at the barrier
+    driver.submit_load(drive.job(1, keys[:2], slots))
+    while tier.meeting.n_waiting < 2:
+        pass  # both threads are in it now
     driver.submit_store(drive.job(2, keys, slots, readonly=True))
-    driver.submit_load(drive.job(3, keys, slots))
+    driver.submit_load(drive.job(3, keys[1:], slots))
     driver.submit_lookup(drive.job(4, keys))
     tier.meeting.wait(30)
-    drive.wait(driver, 1, 2, 3, 4)
+    drive.wait(driver, 2, 3, 4)  # by the one thread that is not held
+    assert tier.done == [what for what in order for _ in range(10)]
+    tier.released.set()
     assert driver.close()
-    for thread, done in tier.done.items():
-        stores_first = thread == "kvtier-x-0"
-        assert done == sorted(done, key=lambda what: (what == "store") != stores_first), thread
 
 
 def test_blocks_of_a_job_move_in_parallel() -> None:
-    tier = RecordingTier(parties=4)  # passes only if all four threads are in it at once
+    tier = MeetingTier(parties=4)  # they meet only if all four are in it at once
     driver = ThreadedDriver("x", lambda namespace: tier, num_threads=4)
     assert len(drive.store(driver, 1, [key_of(i) for i in range(4)])) == 4
     assert driver.close()
@@ -155,6 +162,28 @@ def test_old_namespaces_are_closed_once_unused_longest_first() -> None:
     assert closed == [namespace_of(1)]
     assert driver.close()
     assert sorted(closed) == sorted([*map(namespace_of, range(OPEN_TIERS_MAX)), namespace_of(99)])
+
+
+def test_a_namespace_is_not_closed_under_a_running_job() -> None:
+    closed: list[str] = []
+    released = threading.Event()
+    first = FaultyTier(ClosingTier(closed, namespace_of(0)))
+    first.script("exists", Hang(released))
+    driver = ThreadedDriver(
+        "x",
+        lambda namespace: first if namespace == namespace_of(0) else ClosingTier(closed, namespace),
+    )
+    driver.submit_lookup(drive.job(0, [key_of(1)], namespace=namespace_of(0)))
+    while not first.calls["exists"]:
+        pass
+    for i in range(1, OPEN_TIERS_MAX + 2):
+        drive.lookup(driver, i, [key_of(1)], namespace_of(i))
+    assert closed == [namespace_of(1), namespace_of(2)]
+    released.set()
+    drive.wait(driver, 0)
+    drive.lookup(driver, 50, [key_of(1)], namespace_of(50))
+    assert closed == [namespace_of(1), namespace_of(2), namespace_of(0)]
+    assert driver.close()
 
 
 def test_a_failure_to_open_is_tried_again_with_backoff(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console
 
 from kvtier.cli.demo import connector_config, hit_tokens_by_tier
-from kvtier.cli.demo_report import OWN_TIER, Phase, Report
+from kvtier.cli.demo_report import Phase, Report
+
+OWN_TIER = {"cold": None, "device": "device", "dram": "dram", "disk": "fs", "restart": "fs"}
 
 
 def good_report() -> Report:

@@ -71,14 +71,23 @@ def test_a_failure_leaves_nothing_behind(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tokens_depend_on_the_prompt_and_do_not_collapse(tmp_path) -> None:
+@pytest.mark.parametrize("make", MAKERS)
+def test_tokens_depend_on_one_block_of_the_prompt_and_do_not_collapse(make, tmp_path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(make_gqa_model(tmp_path / "m")).eval()
-    prompts = torch.randint(0, 2048, (2, 96), generator=torch.Generator().manual_seed(0))
-    prompts[1, 1:] = prompts[0, 1:]  # they differ in their first token only
+    model = AutoModelForCausalLM.from_pretrained(make(tmp_path / "m")).eval()
+    # Pairs of prompts that differ in one block of 32 tokens only, far from their end.
+    prompts = torch.randint(0, 2048, (6, 256), generator=torch.Generator().manual_seed(0))
+    prompts[1::2, :128] = prompts[::2, :128]
+    prompts[1::2, 160:] = prompts[::2, 160:]
     with torch.no_grad():
-        found = model.generate(prompts, max_new_tokens=16, do_sample=False)[:, 96:].tolist()
-    assert found[0] != found[1]
-    assert len(set(found[0])) > 8
+        found = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=16,
+            do_sample=False,
+        )[:, 256:].tolist()
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert one != other
+        assert len(set(one)) > 8

@@ -14,7 +14,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvtier.errors import NamespaceError
-from kvtier.namespace import Namespace, cpu_facts, rope_facts, weights_fingerprint
+from kvtier.namespace import Namespace, cpu_facts, rope_facts
+from kvtier.weights import weights_fingerprint
 
 scalars = (
     st.none()

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -207,3 +209,17 @@ def test_a_kind_opens_a_tier(name: str, tmp_path: Path) -> None:
     assert tier.exists([key_of(1)]) == [True]
     tier.close()
     assert (tmp_path / NAMESPACE / "namespace.json").exists() == (name == "fs")
+
+
+def test_fs_clears_away_what_killed_writers_left(tmp_path: Path) -> None:
+    left = tmp_path / NAMESPACE / "ab" / "cd" / "1-x-0.tmp"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    os.utime(left, (0, 0))
+    (left.parent / "1-x-1.tmp").touch()
+    tier = load_tier_type("fs", SETTING).open(fs(root_dir=str(tmp_path)), NAMESPACE, {})
+    deadline = time.monotonic() + 30
+    while left.exists():
+        assert time.monotonic() < deadline
+    tier.close()
+    assert (left.parent / "1-x-1.tmp").exists(), "its writer may be alive"

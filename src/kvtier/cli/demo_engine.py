@@ -30,7 +30,7 @@ from kvtier.cli.demo_lines import (
 from kvtier.metrics import JOBS_IN_FLIGHT, PINNED_SLOTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 HITS: Final = "vllm:prompt_tokens_cached_by_source"
 IN_FLIGHT: Final = (PINNED_SLOTS.name, JOBS_IN_FLIGHT.name)
@@ -86,7 +86,7 @@ class Engine:
     def settle(self, order: Settle) -> Answer:
         """Waits until nothing is on its way from the device to the pool or from it to a tier."""
         for _ in self._steps(order.timeout_s):
-            levels = _levels(IN_FLIGHT)
+            levels = self._levels()
             if missing := [name for name, level in levels.items() if level is None]:
                 return Failed(f"the engine does not report {' and '.join(missing)}")
             if not any(levels.values()):
@@ -115,24 +115,18 @@ class Engine:
         greedy = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
         return self._llm.generate(TokensPrompt(prompt_token_ids=prompt), greedy, use_tqdm=False)[0]
 
+    def _levels(self) -> dict[str, float | None]:
+        """Sums of the gauges over tiers, by name; None for one that nobody has reported."""
+        found = self._llm.get_metrics()
+        by_name = {name: [m.value for m in found if m.name == name] for name in IN_FLIGHT}
+        return {name: sum(values) if values else None for name, values in by_name.items()}
+
     def _hit_tokens(self) -> dict[str, int]:
         by_source: defaultdict[str, int] = defaultdict(int)
         for metric in self._llm.get_metrics():
             if metric.name == HITS:
                 by_source[metric.labels["source"]] += metric.value
         return by_source
-
-
-def _levels(names: Sequence[str]) -> dict[str, float | None]:
-    """Sums of gauges over tiers and engines, by name; None for one that nobody has reported.
-
-    Read from the registry, since `LLM.get_metrics` shows vLLM's own metrics only.
-    """
-    from prometheus_client import REGISTRY
-
-    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
-    found = {name: [s.value for s in samples if s.name == name] for name in names}
-    return {name: sum(values) if values else None for name, values in found.items()}
 
 
 def _answer(engine: Engine, order: Order) -> Answer:

@@ -8,7 +8,7 @@ prefix longer than the pool is served as its longest head that fits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.core.pool import BlockPool
 from kvtier.core.types import BlockKey, group_of
@@ -21,18 +21,18 @@ class Plan:
     Attributes:
         missing: keys to promote, in the order asked.
         resident: readable keys to pin, in the order asked.
+        filling: keys that another request or the device fills, in the order asked.
         slots: slots it takes from what is available now: promoted ones and evictable residents.
         budget: what it adds to the promotion budget.
         cut: keys beyond the budget: to be denied.
-        regroup: the cut moves the boundary of window groups, so the engine has to ask again.
     """
 
     missing: tuple[BlockKey, ...]
     resident: tuple[BlockKey, ...]
+    filling: tuple[BlockKey, ...]
     slots: int
     budget: int
     cut: tuple[BlockKey, ...] = ()
-    regroup: bool = False
 
 
 def plan(
@@ -54,16 +54,17 @@ def plan(
     whole = _measure(scan, wishes, pool)
     if whole.budget <= budget_max:
         return whole
-    head, tail = _cut(scan, budget_max, windows)
-    kept = _measure(head, wishes, pool)
+    head, in_windows, tail = _cut(scan, budget_max, windows)
     cut = tuple(key for key in tail if key in wishes)
-    regroup = any(group_of(key) in windows for key in scan)
-    return Plan(kept.missing, kept.resident, kept.slots, kept.budget, cut, regroup)
+    # A cut moves the boundary of the windows: the engine asks for them when it has the head.
+    kept = _measure(head if cut else head + in_windows, wishes, pool)
+    return replace(kept, cut=cut)
 
 
 def _measure(scan: Sequence[BlockKey], wishes: Mapping[BlockKey, object], pool: BlockPool) -> Plan:
     missing: dict[BlockKey, None] = {}
     resident: dict[BlockKey, None] = {}
+    filling: dict[BlockKey, None] = {}
     slots = budget = 0
     for key in scan:
         block = pool.blocks.get(key)
@@ -72,34 +73,36 @@ def _measure(scan: Sequence[BlockKey], wishes: Mapping[BlockKey, object], pool: 
                 missing[key] = None
                 slots += 1
                 budget += 1
-        elif block.ready and key not in resident:
+        elif not block.ready:
+            filling[key] = None
+        elif key not in resident:
             resident[key] = None
             slots += pool.evictable(block)
             budget += block.holds == 0
-    return Plan(tuple(missing), tuple(resident), slots, budget)
+    return Plan(tuple(missing), tuple(resident), tuple(filling), slots, budget)
 
 
 def _cut(
     scan: Sequence[BlockKey], budget_max: int, windows: frozenset[int]
-) -> tuple[list[BlockKey], list[BlockKey]]:
-    """Split a scan: heads of the full groups, all at about the same boundary, and the rest.
+) -> tuple[list[BlockKey], list[BlockKey], list[BlockKey]]:
+    """Split a scan: heads of the full groups, all at about the same boundary; windows; the rest.
 
-    Windows are kept whole: a part of a window is worth nothing.
+    Room is left for the windows as a whole: a part of a window is worth nothing.
     """
     groups: dict[int, list[BlockKey]] = {}
     for key in dict.fromkeys(scan):
         groups.setdefault(group_of(key), []).append(key)
-    in_windows = sum(len(keys) for group, keys in groups.items() if group in windows)
+    in_windows = [k for group, keys in groups.items() if group in windows for k in keys]
     in_full = sum(len(keys) for group, keys in groups.items() if group not in windows)
-    room = max(0, budget_max - in_windows)
+    room = max(0, budget_max - len(in_windows))
     head: list[BlockKey] = []
     tail: list[BlockKey] = []
     for group, keys in groups.items():
-        if group in windows:
-            (head if room else tail).extend(keys)
-        else:
+        if group not in windows:
             # Every full group ends at the same share of its keys: the same token boundary.
             keep = min(len(keys), len(keys) * room // in_full)
             head += keys[:keep]
             tail += keys[keep:]
-    return head, tail
+    if len(in_windows) > budget_max or (in_full and not room):
+        return [], [], tail + in_windows
+    return head, in_windows, tail

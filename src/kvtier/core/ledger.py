@@ -94,6 +94,11 @@ class Ledger:
             job.waiters[request] = None
             request.waits.add(job)
 
+    def wait_for_fill(self, request: Request, fill: Fill, block: Block) -> None:
+        """Let a request wait for a block that is being filled, and hold it then."""
+        fill.waiters.setdefault(request, []).append(block)
+        request.waits.add(fill)
+
     def promote(self, tier: TierId, keys: Sequence[BlockKey], request: Request) -> None:
         """Read keys from a tier into fresh slots, for a request that will hold them."""
         fill = Fill(tier)
@@ -136,7 +141,7 @@ class Ledger:
         """Blocks are being used: offer them to the tiers that did not get them earlier."""
         for tier, owed in enumerate(self.owed):
             if owed:
-                again = [b for b in blocks if b.key in owed]
+                again = [b for b in dict.fromkeys(blocks) if b.key in owed]
                 for block in again:
                     del owed[block.key]
                 if again:
@@ -204,6 +209,8 @@ class Ledger:
                 for request in job.waiters:
                     request.waits.discard(job)
                 if current:
+                    # A write or the tier itself may have told more than the probe saw.
+                    bad = self.presence[command.tier].unanswered(bad, job_id)
                     self._believe(command.tier, good, bad)
             case Write():
                 self.writing[command.tier] -= len(job.blocks)
@@ -284,7 +291,10 @@ class Ledger:
         for request in job.waiters:
             request.waits.discard(job)
         if command.epoch == self.epoch:
-            self.lost(command.tier, command.keys, Reason.FAILED)
+            keys: Sequence[BlockKey] = command.keys
+            if isinstance(command, Probe):
+                keys = self.presence[command.tier].unanswered(keys, command.job)
+            self.lost(command.tier, keys, Reason.FAILED)
         if job.fill is not None:
             self.end_fill(job.fill, ())
             for block in job.fill.blocks:
@@ -323,21 +333,13 @@ class Ledger:
 
     def _recall(self, job: Job) -> None:
         """Undo a job whose command was never sent."""
-        self._live -= 1
         command = job.command
+        assert isinstance(command, Write), "probes and reads are sent in the step of their decision"
+        self._live -= not job.abandoned
         self.jobs_in_flight[command.tier] -= 1
-        if isinstance(command, Probe):
-            for key in command.keys:
-                self.presence[command.tier].beliefs.pop(key, None)
-        elif isinstance(command, Write):
-            self.writing[command.tier] -= len(job.blocks)
-            for block in job.blocks:
-                self._pool.unpin(block)
-        else:
-            for block in job.blocks:
-                self._release_hold(block)
-                self._pool.forget(block)
-                self._pool.unpin(block)
+        self.writing[command.tier] -= len(job.blocks)
+        for block in job.blocks:
+            self._pool.unpin(block)
 
     # -- jobs -------------------------------------------------------------
 

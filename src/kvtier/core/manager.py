@@ -115,7 +115,7 @@ class TieringManager:
     @property
     def busy(self) -> bool:
         """True while the engine must keep stepping: a completion or a decision is due."""
-        return self._ledger.busy or bool(self._queue or self._fenced)
+        return self._ledger.busy or bool(self._queue)
 
     def take_events(self) -> list[Event]:
         """Facts since the last call, in the order in which they became true."""
@@ -161,25 +161,32 @@ class TieringManager:
 
     def _settle(self, request: Request) -> None:
         request.settle()
-        self._queue.pop(request, None)
+        self._withdraw(request)
         self._ledger.let_go(request, tuple(request.held))
 
     def _give_up(self, request: Request) -> None:
         self._ledger.counts.expired_waits += 1
         request.given_up = True
         request.stop_waiting()
+        self._withdraw(request)
+
+    def _withdraw(self, request: Request) -> None:
+        """What it asked for in this step is not decided for it any more."""
         self._queue.pop(request, None)
+        for probers in self._probers:
+            probers.pop(request, None)
 
     # -- lookup and promotion ---------------------------------------------
 
     def lookup(self, request: Request, key: BlockKey) -> Lookup:
         """Whether a block can be loaded for this request. Allocates nothing, evicts nothing."""
         if request.step != self._step:
-            self._begin_scan(request, key)
+            self._begin_scan(request)
         if request.short:
-            if key == request.first:
+            group = group_of(key)
+            if key == request.firsts.setdefault(group, key):
                 return Lookup.RETRY
-            return Lookup.PENDING if group_of(key) in self.windows else Lookup.MISS
+            return Lookup.PENDING if group in self.windows else Lookup.MISS
         block = self._blocks.get(key)
         if block is not None:
             if block.ready:
@@ -187,12 +194,20 @@ class TieringManager:
                 return Lookup.HIT
             return self._meet_filling(request, block)
         if request.given_up or key in request.denied:
-            return Lookup.MISS
+            return self._miss(request, key)
         return self._look_below(request, key)
 
-    def _begin_scan(self, request: Request, key: BlockKey) -> None:
+    def _miss(self, request: Request, key: BlockKey) -> Lookup:
+        """In a window group a gap rules out whatever was found to its right."""
+        if self.windows and (group := group_of(key)) in self.windows:
+            scan = request.scan
+            while scan and group_of(scan[-1]) == group:
+                request.wishes.pop(scan.pop(), None)
+        return Lookup.MISS
+
+    def _begin_scan(self, request: Request) -> None:
         request.step = self._step
-        request.first = key
+        request.firsts.clear()
         request.short = request.queued or bool(request.waits)
         if not request.short:
             request.scan.clear()
@@ -205,12 +220,12 @@ class TieringManager:
 
     def _meet_filling(self, request: Request, block: Block) -> Lookup:
         if request.given_up:
-            return Lookup.MISS
+            return self._miss(request, block.key)
         fill = block.fill
         assert isinstance(fill, Fill), "a block that is not ready is being filled"
-        fill.waiters.setdefault(request, []).append(block)
-        request.waits.add(fill)
+        self._ledger.wait_for_fill(request, fill, block)
         request.scan.append(block.key)
+        self._queue[request] = None
         self._start_waiting(request)
         return Lookup.PENDING
 
@@ -229,7 +244,7 @@ class TieringManager:
             elif belief < 0 or belief <= self._now:
                 unknown.append(tier)
         if not unknown:
-            return Lookup.MISS
+            return self._miss(request, key)
         for tier in unknown:
             belief = self._beliefs[tier].get(key)
             if belief is not None and belief < 0:
@@ -245,35 +260,42 @@ class TieringManager:
         blocked = False
         for request in sorted(self._queue, key=_arrival):
             if any(isinstance(wait, Job) for wait in request.waits):
-                # It asks again, and wishes again, when its probes have told it all.
-                request.queued = False
-                del self._queue[request]
-            elif (blocked and not request.held) or not self._grant(request):
-                blocked = request.queued = True
+                request.queued = False  # it asks, and wishes, again when its probes have ended
+            elif blocked and not request.held:
+                request.queued = bool(request.wishes)  # what is being filled comes anyway
             else:
-                request.queued = False
+                request.queued = not self._grant(request)
+            if request.queued:
+                blocked = True
+            else:
+                request.refused = None
                 del self._queue[request]
 
     def _grant(self, request: Request) -> bool:
         """Promote what a request wishes for; False if it has to wait for its turn."""
+        budget_max = min(self._limits.promoting_max, self.pool.num_slots)
+        room = (budget_max - self._ledger.promoting, self.pool.available)
+        if (last := request.refused) is not None and room[0] <= last[0] and room[1] <= last[1]:
+            return False  # nothing came free since
         beliefs = self._beliefs
         if any(beliefs[tier].get(key) != PRESENT for key, tier in request.wishes.items()):
             return True  # the world changed while it waited: let it ask again
-        budget_max = self._limits.promoting_max
         granted = plan(request.scan, request.wishes, self.pool, budget_max, self.windows)
         request.denied.update(granted.cut)
-        if not granted.missing or (granted.cut and granted.regroup):
+        if not granted.missing and not granted.filling:
             return True
-        fits = (
-            self._ledger.promoting + granted.budget <= budget_max
-            and granted.slots <= self.pool.available
-        )
-        if not fits:
-            if not request.held:
+        if granted.budget > room[0] or granted.slots > room[1]:
+            if granted.missing and not request.held:
+                request.refused = room
                 return False
             request.denied.update(granted.missing)  # it holds something: it must not wait
             return True
         self._ledger.hold(request, [self._blocks[key] for key in granted.resident])
+        for key in granted.filling:
+            if key in request.wishes:  # since this step: for another request
+                block = self._blocks[key]
+                assert isinstance(block.fill, Fill), "a block that is not ready is being filled"
+                self._ledger.wait_for_fill(request, block.fill, block)
         by_tier: dict[TierId, list[BlockKey]] = {}
         for key in granted.missing:
             by_tier.setdefault(request.wishes[key], []).append(key)
@@ -359,7 +381,7 @@ class TieringManager:
         while left:
             fill = self._blocks[next(iter(left))].fill
             assert isinstance(fill, Fill), "`storing` returns blocks that are being filled"
-            mine = [b for b in fill.blocks if b.key in left and not b.condemned]
+            mine = [b for b in fill.blocks if b.fill is fill and b.key in left]
             left.difference_update([b.key for b in mine])
             good = [b for b in mine if b.key not in bad]
             self._ledger.publish(good)
@@ -392,7 +414,6 @@ class TieringManager:
         self._loads.clear()
         for tier in self.tiers:
             self._to_probe[tier].clear()
-            self._probers[tier].clear()
         self._ledger.reset(keep_tiers=keep_tiers)
 
     def fence_passed(self) -> None:

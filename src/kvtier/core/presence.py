@@ -80,12 +80,19 @@ class Presence:
         return lost
 
     def set_probing(self, keys: Iterable[BlockKey], job: JobId) -> None:
-        """A probe for these is on its way."""
+        """A probe for these is on its way. What became present meanwhile stays so."""
         assert job > 0, "probe numbers are positive"
         beliefs = self.beliefs
         value = float(-job)
         for key in keys:
-            beliefs[key] = value
+            if beliefs.get(key) != PRESENT:
+                beliefs[key] = value
+
+    def unanswered(self, keys: Iterable[BlockKey], job: JobId) -> list[BlockKey]:
+        """Those about which nothing was learned since this probe was sent."""
+        beliefs = self.beliefs
+        asking = float(-job)
+        return [key for key in keys if beliefs.get(key, asking) == asking]
 
     def clear(self) -> None:
         """Believe nothing."""

@@ -56,12 +56,13 @@ class Request:
         tiers: tiers it may load from, in order.
         step: the step of its latest scan.
         short: that scan is answered without looking anything up, since the request waits.
-        first: first key of that scan.
+        firsts: cache group -> first key of that scan, noted while it is short.
         scan: keys found readable, filling or in a tier by the latest full scan, in order.
         wishes: of these, the ones that only a tier holds -> that tier.
         denied: keys beyond its grant: MISS until its wait ends.
         waits: the probes and fills whose end it waits for.
         queued: its wishes wait for their turn; it holds nothing for them meanwhile.
+        refused: budget and slots that were free when it was last told to wait for its turn.
         given_up: its deadline has passed: what is not readable now is a MISS.
         deadline: end of its wait; None while it has not waited.
         held: blocks pinned for it until it loads them.
@@ -75,12 +76,13 @@ class Request:
     tiers: tuple[TierId, ...]
     step: int = -1
     short: bool = False
-    first: BlockKey | None = None
+    firsts: dict[int, BlockKey] = field(default_factory=dict)
     scan: list[BlockKey] = field(default_factory=list)
     wishes: dict[BlockKey, TierId] = field(default_factory=dict)
     denied: set[BlockKey] = field(default_factory=set)
     waits: set[Job | Fill] = field(default_factory=set)
     queued: bool = False
+    refused: tuple[int, int] | None = None
     given_up: bool = False
     deadline: float | None = None
     held: dict[BlockKey, Block] = field(default_factory=dict)
@@ -99,6 +101,7 @@ class Request:
         self.wishes.clear()
         self.waits.clear()
         self.queued = False
+        self.refused = None
 
     def settle(self) -> None:
         """The engine has its answer: the wait is over, and a later one starts afresh."""

@@ -36,13 +36,18 @@ if TYPE_CHECKING:
 
 DType = Literal["bfloat16", "float16", "float32"]
 
-RECIPE_VERSION: Final = 1
+RECIPE_VERSION: Final = 2
 """Raised whenever the same arguments give other bytes, so that models kept on disk are remade."""
 
 _MARKER: Final = "kvtier-model.json"
 
 # Gain over 1/sqrt(fan-in), by the last part of a matrix' name; 1 where not named.
-_GAINS: Final[Mapping[str, float]] = {"q_proj": 1.7, "k_proj": 1.7}
+_GAINS: Final[Mapping[str, float]] = {
+    "q_proj": 1.7,
+    "k_proj": 1.7,
+    "kv_a_proj_with_mqa": 1.7,
+    "kv_b_proj": 1.7,
+}
 
 
 def make_gqa_model(

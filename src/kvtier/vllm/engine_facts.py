@@ -60,7 +60,12 @@ def engine_facts(engine: Any | None, device_type: str) -> dict[str, Any]:
     }
     return {
         "known": True,
-        "model": {"name": str(model.model), "revision": model.revision},
+        "model": {
+            "name": str(model.model),
+            # The commit that was loaded: a branch may have moved since.
+            "revision": getattr(model.hf_config, "_commit_hash", None) or model.revision,
+            "cache_dir": engine.load_config.download_dir,
+        },
         "identity": identity,
         "windows": sorted(n for n, layer in layers.items() if _is_windowed(layer)),
         "refusals": refusals,

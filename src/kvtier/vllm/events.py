@@ -8,6 +8,7 @@ from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKe
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.core.types import BlockKey, Event, Removed, Stored, TierId
+from kvtier.errors import ConfigError
 from kvtier.offloader import ConfiguredTier
 
 
@@ -40,6 +41,25 @@ class EventTranslator:
         return OffloadingEvent(
             names, medium_of(configured), removed, locality_of(configured), configured.name
         )
+
+
+def require_known_places(tiers: Sequence[ConfiguredTier]) -> None:
+    """Check that vLLM has words for where every tier keeps its blocks.
+
+    Raises:
+        ConfigError: a tier's type declares a medium or locality that vLLM does not know.
+    """
+    for place, tier in enumerate(tiers):
+        kind = tier.tier_type
+        for name, value, known in (
+            ("medium", kind.medium, Medium),
+            ("locality", kind.locality, Locality),
+        ):
+            if value not in known.__members__:
+                raise ConfigError(
+                    f"secondary_tiers[{place}].type: its {name} is {value!r}, but this vLLM knows "
+                    f"only {', '.join(known.__members__)}; correct the class of the tier's type"
+                )
 
 
 def medium_of(tier: ConfiguredTier) -> Medium:

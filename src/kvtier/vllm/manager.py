@@ -2,7 +2,9 @@
 
 vLLM calls it on the scheduler thread and does not expect it to fail; so no method here raises. An
 error inside is a defect of kvtier: it is logged once per cause, counted, and answered as a miss;
-the cache is reset, and switched off if that happens again.
+the cache recovers, and is switched off if that goes on. To recover is to answer nothing but misses,
+to reset once vLLM has fetched the hits that it was told of, and to begin afresh once all transfers
+have ended that vLLM, which knows of no reset, still runs.
 
 Steps are told apart by what vLLM does every step, in whichever order: lookups, the end of
 scheduling, and the collection of statistics after the model ran.
@@ -11,7 +13,7 @@ scheduling, and the collection of statistics after the model ran.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -45,6 +47,7 @@ _VLLM_HIT, _VLLM_PENDING = LookupResult.HIT, LookupResult.HIT_PENDING
 _VLLM_RETRY, _VLLM_MISS = LookupResult.RETRY, LookupResult.MISS
 
 _ERRORS_UNTIL_OFF = 3
+_ENGINE_REPORTS_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")  # since vLLM 0.33
 _LAST_POSITION = 1 << 62
 
 
@@ -74,6 +77,9 @@ class KVTierManager(OffloadingManager):
         self._errors = 0
         self._causes: set[str] = set()
         self._off = False
+        self._recovering = False
+        self._reset_due = False
+        self._transfers = 0  # of the device, prepared and not completed
 
     # -- lookups ----------------------------------------------------------
 
@@ -88,7 +94,7 @@ class KVTierManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Whether one block can be loaded."""
         try:
-            if self._off:
+            if self._off or self._recovering:
                 return _VLLM_MISS
             if self._unread:
                 self._begin()
@@ -132,6 +138,7 @@ class KVTierManager(OffloadingManager):
         except Exception as error:  # noqa: BLE001 - nothing may escape
             self._contain("prepare_load", error)
             slots = [NO_SLOT] * len(keys)
+        self._transfers += bool(keys)
         return PrimaryLoadStoreSpec(slots)
 
     def _prepare_load(self, request_id: str, keys: list[BlockKey]) -> list[int]:
@@ -139,7 +146,9 @@ class KVTierManager(OffloadingManager):
         origin = request.origin if request is not None else {}
         slots = self._core.prepare_load(request_id, keys)
         first_group = group_of(keys[0]) if keys else 0
-        for key in keys:
+        for key, slot in zip(keys, slots, strict=True):
+            if slot is None:
+                continue
             # Every group covers the same tokens; they are counted once.
             group = group_of(key)
             tokens = self._tokens.get(group, 0) if group == first_group else 0
@@ -148,6 +157,7 @@ class KVTierManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """All workers have read a load's blocks."""
+        self._transfers = max(self._transfers - 1, 0)
         try:
             self._core.complete_load(req_context.req_id)
         except Exception as error:  # noqa: BLE001 - nothing may escape
@@ -159,13 +169,14 @@ class KVTierManager(OffloadingManager):
         """Reserve slots for the blocks that are not held; as many as fit, from the head."""
         try:
             slots: Mapping[BlockKey, int] = {}
-            if not self._off:
+            if not (self._off or self._recovering):
                 slots = self._prepare_store(req_context, [BlockKey(key) for key in keys])
         except Exception as error:  # noqa: BLE001 - nothing may escape
             self._contain("prepare_store", error)
             slots = {}
         kept = [key for key in dict.fromkeys(keys) if key in slots]
         spec = PrimaryLoadStoreSpec([slots[BlockKey(key)] for key in kept])
+        self._transfers += bool(kept)
         return PrepareStoreOutput(keys_to_store=kept, store_spec=spec, evicted_keys=[])
 
     def _prepare_store(
@@ -185,6 +196,7 @@ class KVTierManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         """All workers have written a store's blocks, or say by their marks that they have not."""
+        self._transfers = max(self._transfers - 1, 0)
         try:
             storing = self._core.storing([BlockKey(key) for key in keys])
             bad = {key for key, _ in storing}
@@ -211,16 +223,20 @@ class KVTierManager(OffloadingManager):
         except Exception as error:  # noqa: BLE001 - nothing may escape
             self._contain("on_schedule_end", error)
         self._unread = True
+        if self._recovering and not self._off:
+            self._recover()
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping for kvtier's sake."""
-        return not self._off and self._core.busy
+        waits = self._recovering or self._fence_at is not None
+        return not self._off and (waits or self._core.busy)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What changed in kvtier's metrics; vLLM asks at the end of every step."""
         self._unread = True
-        self._updates += 1
-        if self._fence_at is not None and self._updates >= self._fence_at:
+        self._updates = min(self._updates + 1, self._schedules)  # no update precedes its step
+        fence_at = None if _ENGINE_REPORTS_FLUSH else self._fence_at
+        if fence_at is not None and self._updates >= fence_at:
             self.on_reset_flushed()
         try:
             delta = self._collector.collect(self._totals.collect(self._errors))
@@ -240,7 +256,7 @@ class KVTierManager(OffloadingManager):
         """Arrivals and departures since the last call, of the primary and of every tier."""
         try:
             events = self._core.take_events()
-            return () if self._translator is None else self._translator.translate(events)
+            return () if self._translator is None else list(self._translator.translate(events))
         except Exception as error:  # noqa: BLE001 - nothing may escape
             self._contain("take_events", error)
             return ()
@@ -251,15 +267,19 @@ class KVTierManager(OffloadingManager):
         """Forget everything at once. vLLM flushes its transfers with the next step; slots that
         those touch come back when that step has been run.
         """
+        self._recovering = self._reset_due = False
+        self._transfers = 0  # vLLM tells the end of none of them
+        self._fence_at = self._schedules + 1
         try:
             self._offloader.reset()
         except Exception as error:  # noqa: BLE001 - nothing may escape
-            self._contain("reset_cache", error)
-        self._fence_at = self._schedules + 1
+            self._contain("reset_cache", error)  # and hit nothing until a reset succeeds
 
     def on_reset_flushed(self) -> None:
         """No transfer from before the last reset is running (vLLM 0.33 says so itself)."""
         self._fence_at = None
+        if self._recovering:
+            return  # other slots are fenced too, by transfers that are younger than that reset
         try:
             self._core.fence_passed()
         except Exception as error:  # noqa: BLE001 - nothing may escape
@@ -296,17 +316,23 @@ class KVTierManager(OffloadingManager):
             return
         if self._errors >= _ERRORS_UNTIL_OFF:
             self._switch_off()
-            return
-        self._quietly(self._offloader.reset)
-        self._fence_at = self._schedules + 1
+        else:
+            self._recovering = self._reset_due = True
+
+    def _recover(self) -> None:
+        """At the end of scheduling: no hit is left that vLLM was told of and has not fetched."""
+        try:
+            if self._reset_due:
+                self._offloader.reset()
+                self._reset_due = False
+            if self._transfers == 0 and self._fence_at is None:
+                self._core.fence_passed()
+                self._recovering = False
+        except Exception as error:
+            self._errors += 1
+            log.error("kvtier: the cache cannot recover", exc_info=error)
+            self._switch_off()
 
     def _switch_off(self) -> None:
         self._off = True
         log.error("kvtier: offloading is switched off after %d errors", self._errors)
-
-    def _quietly(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:
-            log.error("kvtier: the cache cannot be reset", exc_info=error)
-            self._switch_off()

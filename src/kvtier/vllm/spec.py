@@ -25,13 +25,15 @@ from kvtier.config import Settings, check_pool
 from kvtier.errors import NamespaceError
 from kvtier.layout import CANONICAL_FORMAT, RowLayout
 from kvtier.metrics import METRICS, Kind
-from kvtier.namespace import Namespace, weights_fingerprint
+from kvtier.namespace import Namespace
 from kvtier.offloader import Offloader, configure_tiers
-from kvtier.region import Geometry, Offer, available_memory, join, share
+from kvtier.region import Geometry, Offer, join, share, total_memory
 from kvtier.vllm.compat import current_engine_config, require_supported
 from kvtier.vllm.engine_facts import engine_facts, require_known
+from kvtier.vllm.events import require_known_places
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.worker import KVTierWorker, row_layout
+from kvtier.weights import weights_fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class KVTierSpec(OffloadingSpec):
         super().__init__(config)
         self.settings = Settings.decode(config.extra_config)
         self._tiers = configure_tiers(self.settings.secondary_tiers)
+        require_known_places(self._tiers)
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
 
@@ -81,7 +84,7 @@ class KVTierSpec(OffloadingSpec):
             num_slots = check_pool(
                 self.settings.cpu_bytes_to_use,
                 layout.row_bytes,
-                available_memory(),
+                total_memory(),  # what is free is checked by the one that makes the region
                 "cpu_bytes_to_use",
             )
             device_type = kv_caches.tensors[0].tensor.device.type
@@ -172,7 +175,7 @@ class KVTierSpec(OffloadingSpec):
                     "the weights are made up (load_format dummy), so the files do not identify "
                     "them; set weights_fingerprint"
                 )
-            weights = weights_fingerprint(model["name"], model["revision"])
+            weights = weights_fingerprint(model["name"], model["revision"], model["cache_dir"])
         identity = {
             "weights": weights,
             "tokens_per_hash": self.tokens_per_hash,

@@ -1,0 +1,106 @@
+"""How the engine asks: the scan of vLLM's offloading connector over one or several cache groups.
+
+A full group is looked up from the left to the first MISS, past whatever is not certain yet. A
+window group is looked up from the right until as many blocks as its window needs stand in a row.
+Each group may shorten the hit of the others, so the scan repeats until the boundary stands still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtier.core.types import GROUP_BYTES, BlockKey, Lookup
+
+Ask = Callable[[BlockKey], Lookup]
+
+
+def key_of(block: int, group: int = 0) -> BlockKey:
+    """The key of a numbered block in a cache group."""
+    return BlockKey(block.to_bytes(8, "big") + group.to_bytes(GROUP_BYTES, "big"))
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The cache groups of a model, all with the same block size.
+
+    Attributes:
+        full: groups in which each block needs all blocks before it.
+        windows: group -> blocks of its window.
+    """
+
+    full: tuple[int, ...] = (0,)
+    windows: Mapping[int, int] | None = None
+
+    def window(self, group: int) -> int | None:
+        """Blocks of a group's window; None for a full group."""
+        return self.windows.get(group) if self.windows is not None else None
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The order in which they are looked up."""
+        return self.full + tuple(self.windows or ())
+
+    def needed(self, prompt: Sequence[int], hit: int) -> list[BlockKey]:
+        """Keys to load for a hit of so many blocks."""
+        keys: list[BlockKey] = []
+        for group in self.order:
+            window = self.window(group)
+            first = 0 if window is None else max(0, hit - window)
+            keys += [key_of(block, group) for block in prompt[first:hit]]
+        return keys
+
+
+def scan(ask: Ask, prompt: Sequence[int], groups: Groups) -> int | None:
+    """Blocks of the prompt that can be loaded now; None: ask again in a later step."""
+    end, before = len(prompt), 0
+    certain = True
+    todo = groups.order
+    while todo:
+        again: tuple[int, ...] = ()
+        window_seen = False
+        for group in todo:
+            keys = [key_of(block, group) for block in prompt[:end]]
+            window = groups.window(group)
+            found = _from_left(ask, keys) if window is None else _from_right(ask, keys, window)
+            if found == 0:
+                return 0
+            if found is None:
+                certain = False
+            else:
+                end = min(end, found)
+            if end < before:
+                if not certain:
+                    certain, again = True, groups.order
+                elif window_seen and not again:
+                    again = tuple(groups.windows or ())
+            window_seen = window_seen or window is not None
+            before = end
+        todo = again
+    return end if certain else None
+
+
+def _from_left(ask: Ask, keys: Sequence[BlockKey]) -> int | None:
+    found, certain = 0, True
+    for key in keys:
+        answer = ask(key)
+        if answer is Lookup.MISS:
+            break
+        found += 1
+        certain = certain and answer is Lookup.HIT
+    return found if certain else None
+
+
+def _from_right(ask: Ask, keys: Sequence[BlockKey], window: int) -> int | None:
+    run, run_certain, certain = 0, True, True
+    for first in reversed(range(len(keys))):
+        answer = ask(keys[first])
+        if answer in {Lookup.HIT, Lookup.PENDING}:
+            run += 1
+            run_certain = run_certain and answer is Lookup.HIT
+        else:
+            run, run_certain = 0, True
+            certain = certain and answer is Lookup.MISS
+        if run == window:
+            return first + window if certain and run_certain else None
+    return run if certain and run_certain else None
