@@ -161,9 +161,7 @@ class Engine:
 
     # -- what tests do all the time ----------------------------------------------
 
-    def generate(
-        self, *prompts: list[int], max_tokens: int = 8, salt: str | None = None
-    ) -> Answer:
+    def generate(self, *prompts: list[int], max_tokens: int = 8, salt: str | None = None) -> Answer:
         """Continue prompts. vLLM and kvtier must count the same hits, except in quick engines."""
         result = self.call("generate", prompts=list(prompts), max_tokens=max_tokens, salt=salt)
         hits = {name: int(tokens) for name, tokens in result["hits"].items()}

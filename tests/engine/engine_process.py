@@ -46,8 +46,9 @@ class Server:
 
     def start(self, engine: dict[str, Any], connector: dict[str, Any]) -> dict[str, Any]:
         """Start the engine. `connector` is `kv_connector_extra_config`."""
-        from vllm import LLM
         from vllm.config import KVEventsConfig, KVTransferConfig
+
+        from vllm import LLM
 
         started = time.monotonic()
         if "kv_events_config" in engine:
@@ -88,7 +89,7 @@ class Server:
         return bool(self._llm.reset_prefix_cache(reset_connector=connector))
 
     def metrics(self) -> dict[str, float]:
-        """What vLLM reports, as `name{label}`: kvtier's metrics and the sources of cached tokens."""
+        """What vLLM reports, kvtier's metrics included, by `name{label}`."""
         found: dict[str, float] = {}
         for metric in self._llm.get_metrics():
             label = metric.labels.get("tier") or metric.labels.get("source") or ""
@@ -99,7 +100,9 @@ class Server:
 
     def nudge(self) -> None:
         """Run a prompt that is never cached, so that a step happens."""
-        self._llm.generate([self._prompt(next(self._nudges), None)], self._greedy(1), use_tqdm=False)
+        self._llm.generate(
+            [self._prompt(next(self._nudges), None)], self._greedy(1), use_tqdm=False
+        )
 
     def _hit_tokens(self) -> dict[str, float]:
         names = {
@@ -220,6 +223,11 @@ class Server:
         """Close the gate of the copies."""
         assert self._copies is not None
         self._copies.open.clear()
+
+    def fail_copies(self, failing: bool) -> None:
+        """Have copies raise, or not any more."""
+        assert self._copies is not None
+        self._copies.failing = failing
 
     def open_copies(self) -> int:
         """Open it; returns how often the engine had to wait for copies."""
@@ -346,6 +354,7 @@ class CopyGate:
         open: whether copies may pass.
         waiting: copies that wait.
         waits: calls of `wait` that found copies unfinished.
+        failing: copies raise.
     """
 
     def __init__(self, executor: Any, slow_s: float) -> None:
@@ -353,12 +362,15 @@ class CopyGate:
         self.open.set()
         self.waiting = 0
         self.waits = 0
+        self.failing = False
         copy, wait = executor._copy, executor.wait
 
         def gated_copy(*arrays: Any) -> None:
             self.waiting += 1
             self.open.wait()
             self.waiting -= 1
+            if self.failing:
+                raise OSError("copies fail as scripted")
             time.sleep(slow_s)  # a slow device: who does not wait for it overtakes it
             copy(*arrays)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from conftest import block_files
 
 pytestmark = pytest.mark.engine

@@ -1,9 +1,8 @@
-"""A dense model with grouped-query attention on one rank: hits from DRAM, disk and after a restart."""
+"""A dense model on one rank: hits from DRAM, from disk, and after a restart."""
 
 from __future__ import annotations
 
 import pytest
-
 from conftest import BLOCK
 
 pytestmark = pytest.mark.engine

@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
 from conftest import block_files
 
 pytestmark = pytest.mark.engine

@@ -6,7 +6,6 @@ import json
 import shutil
 
 import pytest
-
 from conftest import connector_settings, engine_arguments, make_model
 
 pytestmark = pytest.mark.engine
@@ -107,7 +106,9 @@ def test_a_reset_without_connector_keeps_pool_and_disk(engine, prompt) -> None:
     assert (answer.host, answer.tokens) == (480, expected)
 
 
-def test_a_reset_hides_the_disk_unless_the_epoch_is_named(engine, engines, prompt, tmp_path) -> None:
+def test_a_reset_hides_the_disk_unless_the_epoch_is_named(
+    engine, engines, prompt, tmp_path
+) -> None:
     asked = prompt(500)
     expected = engine.reference(asked)
     engine.drop_pool()
@@ -130,5 +131,7 @@ def test_a_reset_hides_the_disk_unless_the_epoch_is_named(engine, engines, promp
     nameless.stop()
     again = engines.start("gqa", tmp_path, weights_epoch=None)
     answer = again.generate(asked)
-    assert (answer.disk, answer.tokens) == (480, expected), "loaded from disk, weights are the first"
+    assert (answer.disk, answer.tokens) == (480, expected), (
+        "loaded from disk, weights are the first"
+    )
     again.stop()

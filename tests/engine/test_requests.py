@@ -148,6 +148,22 @@ def test_a_tier_that_fails_costs_its_hits_only(engine, asked, prompt, operation)
     engine.call("script", method="fail", operation=operation, failing=False)
 
 
+def test_a_store_that_fails_is_never_served(engine, asked, prompt) -> None:
+    another = prompt(500)
+    expected = engine.generate(another, salt="computed").tokens
+    engine.call("fail_copies", failing=True)
+    engine.generate(another)
+    engine.drop_device()
+    engine.call("fail_copies", failing=False)
+    answer = engine.generate(another)
+    assert answer.tokens == expected
+    assert answer.cached == 0, "nothing had been stored"
+    engine.drop_device()
+    answer = engine.generate(another)
+    assert answer.tokens == expected
+    assert answer.host == 480, "now it has"
+
+
 def test_a_block_is_not_reused_before_its_store_has_read_it(engines, prompt) -> None:
     """Slow copies, and a device so small that every prompt takes the blocks of the last one."""
     engine = engines.start("gqa", engine={"num_gpu_blocks_override": 34})
