@@ -216,8 +216,8 @@ def check_pool(pool_bytes: int, row_bytes: int, available_bytes: int, setting: s
         lower = f"lower {setting} to at most {most}, or " if most else ""
         raise ConfigError(
             f"{setting} = {_figure(pool_bytes)} is more than the {_figure(available_bytes)} of "
-            f"memory that are available to the pool: {lower}give it more memory (in a container: "
-            "its memory limit and the size of /dev/shm)"
+            f"memory that are available to the pool: {lower}raise the memory limit of this "
+            "machine or container (the size of /dev/shm does not matter)"
         )
     return pool_bytes // row_bytes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,7 @@ def config_of(extra: dict[str, Any], *, tp: int = 1, **more: Any) -> OffloadingC
         "worker_kv_bytes_per_block": 2 * MODEL.page_bytes // tp,
         "enable_kv_cache_events": False,
         "extra_config": extra,
-        "engine_id": f"spec-{secrets.token_hex(8)}",
+        "engine_id": f"spec-{os.getpid()}-{secrets.token_hex(8)}",
         "model": OffloadingModelConfig("some/model", "float16"),
         "cache": OffloadingCacheConfig(16, 1),
         "parallel": OffloadingParallelConfig(0, tp, tp, 1, 1, 1, 0, 1, None, True),
@@ -86,10 +87,12 @@ def engine_of(**changes: Any) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    before = set(os.listdir("/dev/shm"))
     yield
-    assert set(os.listdir("/dev/shm")) == before
-    assert "/spec-" not in Path("/proc/net/unix").read_text()
+    assert not [name for name in os.listdir("/dev/shm") if "kvtier" in name]
+    deadline = time.monotonic() + 20
+    while f"/spec-{os.getpid()}-" in Path("/proc/net/unix").read_text():
+        assert time.monotonic() < deadline, "a socket is left"
+        os.sched_yield()  # the thread that handed out the region is about to close it
 
 
 @pytest.fixture
@@ -387,15 +390,15 @@ def test_made_up_weights_need_a_fingerprint(tmp_path: Path, seen: SimpleNamespac
 
 
 def test_engine_facts_are_plain_and_complete(monkeypatch: pytest.MonkeyPatch):
-    facts = engine_facts(engine_of(), "cuda")
+    facts = engine_facts(engine_of(), {}, "cuda")
     require_known(facts)
     assert facts["model"] == {"name": "some/model", "revision": None, "cache_dir": "/models"}
     assert "cpu" not in facts["identity"]
-    assert "cpu" in engine_facts(engine_of(), "cpu")["identity"]
+    assert "cpu" in engine_facts(engine_of(), {}, "cpu")["identity"]
     both = engine_of(calculate_kv_scales=True, prefix_caching_hash_algo="xxhash_cbor")
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(NamespaceError, match=r"PYTHONHASHSEED.*; calculate_kv_scales"):
-        require_known(engine_facts(both, "cuda"))
+        require_known(engine_facts(both, {}, "cuda"))
 
 
 # -- all of it ------------------------------------------------------------

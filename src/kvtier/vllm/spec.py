@@ -89,7 +89,7 @@ class KVTierSpec(OffloadingSpec):
             )
             device_type = kv_caches.tensors[0].tensor.device.type
             facts = {
-                "engine": engine_facts(current_engine_config(), device_type),
+                "engine": engine_facts(current_engine_config(), self._layers(), device_type),
                 "layout": self._layout_facts(layout),
             }
             geometry = Geometry(num_slots, layout.row_bytes, parallel.world_size)
@@ -148,9 +148,10 @@ class KVTierSpec(OffloadingSpec):
                 {
                     "id": group.group_id,
                     "tokens_per_block": group.tokens_per_block,
-                    "layers": list(group.layer_names),
+                    # Ranks of a pipeline have other layers each, which the topology stands for.
+                    "layers": list(group.layer_names) if layout.portable else len(pages),
                 }
-                for group in self.config.groups
+                for group, pages in zip(self.config.groups, layout.groups, strict=True)
             ],
         }
         if not layout.portable:
@@ -186,10 +187,11 @@ class KVTierSpec(OffloadingSpec):
 
     def _windows(self, facts: Mapping[str, Any]) -> frozenset[int]:
         """Groups that vLLM looks up from the right. Wrong here costs time, never bytes."""
-        windowed = set(facts["engine"]["windows"])
-        return frozenset(
+        return frozenset(facts["engine"]["windows"]) | {
             group.group_id
             for group in self.config.groups
             if getattr(group, "sliding_window_size_in_chunks", None) is not None
-            or any(name in windowed for name in group.layer_names)
-        )
+        }
+
+    def _layers(self) -> dict[int, tuple[str, ...]]:
+        return {group.group_id: group.layer_names for group in self.config.groups}
