@@ -146,6 +146,10 @@ class Server:
     def finish(self) -> dict[str, list[int]]:
         """Step until no request is left; the tokens of those that ended since the last call."""
         self._step_until(lambda: not self._llm.llm_engine.has_unfinished_requests())
+        return self.finished()
+
+    def finished(self) -> dict[str, list[int]]:
+        """The tokens of the requests that ended since the last call."""
         outputs, self._outputs = self._outputs, {}
         return {name: list(o.outputs[0].token_ids) for name, o in outputs.items()}
 
