@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -142,7 +143,7 @@ class TestEveryPolicy:
         idle: set[Key] = set()
         pinned: set[Key] = set()
         verbs = st.sampled_from(
-            ["allocate", "publish", "fail", "pin", "unpin", "forget", "touch", "use"]
+            ["allocate", "publish", "fail", "pin", "unpin", "hit", "forget", "touch", "use"]
         )
         for verb, n in data.draw(st.lists(st.tuples(verbs, st.integers(0, 17)), max_size=120)):
             key = key_of(n)
@@ -169,6 +170,8 @@ class TestEveryPolicy:
                 pinned.remove(key)
                 idle.add(key)
                 policy.add(key)
+            elif verb == "hit" and key in idle:
+                hit(policy, key)
             elif verb == "forget" and key in idle | pinned:
                 idle.discard(key)
                 pinned.discard(key)
@@ -365,6 +368,20 @@ class TestS3FIFO:
             policy.add(key)
         assert [policy.victim() for _ in range(3)] == [c, a, d]
 
+    def test_no_victim_of_the_main_queue_is_in_use(self) -> None:
+        policy = S3FIFO(10)
+        a, b, c = (key_of(i) for i in range(3))
+        for key in (a, b):
+            policy.add(key)
+            assert policy.victim() == key
+        for key in (a, b):
+            policy.add(key)
+        policy.discard(a)
+        assert policy.victim() == b
+        policy.add(c)
+        policy.add(a)
+        assert [policy.victim() for _ in range(2)] == [a, c]
+
     def test_ghosts_are_bounded(self) -> None:
         policy = S3FIFO(20)
         for i in range(200):
@@ -377,6 +394,11 @@ class TestS3FIFO:
     @given(trace=st.lists(st.integers(0, 40), max_size=400))
     @settings(max_examples=100, deadline=None, derandomize=True, database=None)
     def test_equals_the_reference(self, capacity: int, trace: list[int]) -> None:
+        compare(S3FIFO(capacity), capacity, trace, s3fifo_reference(capacity, trace))
+
+    @pytest.mark.parametrize("capacity", [3, 10, 40])
+    def test_equals_the_reference_for_long(self, capacity: int) -> None:
+        trace = long_trace()
         compare(S3FIFO(capacity), capacity, trace, s3fifo_reference(capacity, trace))
 
 
@@ -460,15 +482,35 @@ class TestARC:
         policy.add(b)
         policy.use(b)
         policy.discard(b)
-        assert policy.victim() == a
+        assert policy.victim() == a, "`often` is in use"
         policy.add(a)
-        assert policy.target > 0
-        assert policy.victim() == a
+        policy.discard(a)
+        policy.forget(b)
+        c = key_of(2)
+        policy.add(c)
+        assert policy.target == 1
+        assert policy.victim() == c, "`once` is within its target, but `often` is in use"
+
+    def test_ghosts_are_bounded(self) -> None:
+        policy = ARC(20)
+        for i in range(200):
+            if len(policy) == 20:
+                policy.victim()
+            policy.add(key_of(i))
+            assert ghosts_of(policy) <= 20
+            if i % 3:
+                policy.use(key_of(i))
+        assert ghosts_of(policy) == 20
 
     @pytest.mark.parametrize("capacity", [1, 2, 9, 10, 25])
     @given(trace=st.lists(st.integers(0, 40), max_size=400))
     @settings(max_examples=100, deadline=None, derandomize=True, database=None)
     def test_equals_the_reference(self, capacity: int, trace: list[int]) -> None:
+        compare(ARC(capacity), capacity, trace, arc_reference(capacity, trace))
+
+    @pytest.mark.parametrize("capacity", [3, 10, 40])
+    def test_equals_the_reference_for_long(self, capacity: int) -> None:
+        trace = long_trace()
         compare(ARC(capacity), capacity, trace, arc_reference(capacity, trace))
 
 
@@ -480,6 +522,16 @@ def test_lru_equals_the_reference() -> None:
         hits.append(x in stack[-12:])
         stack = [y for y in stack if y != x] + [x]
     compare(LRU(12), 12, trace, hits)
+
+
+def long_trace() -> list[int]:
+    """Some keys more popular than others, phases that differ, and scans."""
+    chance = random.Random(1)
+    trace: list[int] = []
+    for phase in range(12):
+        trace += [100 * (phase % 3) + int(120 * chance.random() ** 3) for _ in range(300)]
+        trace += range(1000 * phase, 1000 * phase + 30)
+    return trace
 
 
 def compare(policy: Policy, capacity: int, trace: Iterable[int], expected: Sequence[bool]) -> None:

@@ -351,8 +351,8 @@ class TieringManager:
         new = [key for key in dict.fromkeys(keys) if key not in blocks]
         if len(new) < len(keys):
             old = [block for key in keys if (block := blocks.get(key)) is not None and block.ready]
+            self._ledger.offer_owed(old)  # first: what it pins is used by that pin
             self.pool.use([b.key for b in reversed(old)])
-            self._ledger.offer_owed(old)
         room = self.pool.available
         if len(new) > room:
             self._ledger.counts.unstored_blocks += len(new) - room

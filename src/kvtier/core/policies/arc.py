@@ -54,11 +54,12 @@ class ARC:
 
     def add(self, key: BlockKey) -> None:
         """The key became evictable: it is new, or comes back from a pin."""
-        assert key not in self, "key is already evictable"
         if key in self._pinned:
             self._pinned.remove(key)
             self._often[key] = None
             return
+        assert key not in self._once, "key is already evictable"
+        assert key not in self._often, "key is already evictable"
         once_ghosts, often_ghosts = self._once_ghosts, self._often_ghosts
         if key in once_ghosts:
             step = max(1.0, len(often_ghosts) / len(once_ghosts))
