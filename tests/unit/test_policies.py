@@ -250,6 +250,8 @@ def work_per_call(make: MakePolicy, capacity: int, pinned_share: float) -> float
 
     for key in keys[:capacity]:
         policy.add(key)
+    hit(policy, *keys[:capacity], *keys[:capacity])
+    policy.add(policy.victim())  # where use decides the queue, they are in the one for used keys
     for key in keys[: int(pinned_share * capacity)]:
         policy.discard(key)
     for key in keys[int(pinned_share * capacity) : capacity]:
