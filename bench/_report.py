@@ -25,9 +25,9 @@ class Row:
         return self.value / self.baseline if self.baseline else float("nan")
 
 
-def main(doc: str, measure: Callable[[], list[Row]]) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=doc)
+def main(doc: str, measure: Callable[[], list[Row]], *parents: argparse.ArgumentParser) -> None:
+    """Measure and print. `parents` hold options of one benchmark, made with `add_help=False`."""
+    parser = argparse.ArgumentParser(description=doc, parents=parents)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     rows = measure()

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type
 import msgspec
 from msgspec import Meta
 
+from kvtier.core.policies import POLICIES
 from kvtier.errors import ConfigError
 
 PRIMARY_NAME = "primary"
@@ -64,7 +65,13 @@ _Rate = Annotated[
 _Filter = Annotated[
     Literal["always", "second_touch"], Meta(description='"always" or "second_touch"')
 ]
-_Policy = Annotated[Literal["lru"], Meta(description='one of the policies that exist: "lru"')]
+_Policy = Annotated[
+    str,
+    Meta(
+        description="the name of an eviction policy, or text such as "
+        "`package.module:Class` for one of your own"
+    ),
+]
 _Text = Annotated[str, Meta(min_length=1, description="text that is not empty")]
 
 
@@ -106,7 +113,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         spec_module_path: consumed by vLLM.
         block_size: tokens per block; consumed by vLLM. Excludes `blocks_per_chunk`.
         blocks_per_chunk: GPU blocks per block; consumed by vLLM. Excludes `block_size`.
-        eviction_policy: of the primary pool.
+        eviction_policy: of the primary pool: one of `kvtier.core.policies.POLICIES`, or
+            `package.module:Class`, which `kvtier.policies` imports.
         offload_prompt_only: leave blocks made by decoding on the GPU, as stock vLLM does.
         self_describing_kv_events: events carry token ids, parent hash and extra keys.
         canonical_layout: always true.
@@ -181,6 +189,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if "hold_ms" not in extra_config:
             hold_ms = min(settings.hold_ms, settings.max_wait_ms)
             settings = msgspec.structs.replace(settings, hold_ms=hold_ms)
+        _refuse_unknown_policy(settings.eviction_policy)
         _refuse_contradictions(settings)
         return settings
 
@@ -255,6 +264,17 @@ def _pool_size(value: object) -> int:
             'kv_connector_extra_config, for example {"cpu_bytes_to_use": "8GiB"}'
         )
     return parse_size(value, "cpu_bytes_to_use")
+
+
+def _refuse_unknown_policy(name: str) -> None:
+    if name in POLICIES or ":" in name:
+        return
+    close = difflib.get_close_matches(name.lower(), POLICIES, n=1)
+    advice = f" (did you mean {close[0]!r}?)" if close else ""
+    raise ConfigError(
+        f"eviction_policy = {_shown(name)} is no eviction policy{advice}: there are "
+        f"{', '.join(POLICIES)}, and 'package.module:Class' for one of your own"
+    )
 
 
 def _refuse_contradictions(settings: Settings) -> None:

@@ -18,13 +18,13 @@ from kvtier.config import Settings, TierSettings
 from kvtier.core.health import Patience
 from kvtier.core.limits import Limits
 from kvtier.core.manager import TieringManager
-from kvtier.core.policies.lru import LRU
 from kvtier.core.pool import BlockPool
 from kvtier.core.types import Command, Completion, Lend, Probe, Read, Write
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews
 from kvtier.drivers.guard import GuardedDriver
 from kvtier.drivers.threaded import ThreadedDriver
 from kvtier.namespace import Namespace
+from kvtier.policies import load_policy
 from kvtier.region import Region
 from kvtier.tiers.base import Tier
 from kvtier.tiers.registry import TierType, decode_settings, load_tier_type
@@ -108,7 +108,7 @@ class Offloader:
         self._clock = clock
         self._namespaces = [namespace] if namespace is not None else []
         self.core = TieringManager(
-            BlockPool(num_slots, LRU(num_slots)),
+            BlockPool(num_slots, load_policy(settings.eviction_policy)(num_slots)),
             len(tiers),
             clock(),
             limits_of(settings, num_slots, len(tiers)),

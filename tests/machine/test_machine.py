@@ -27,7 +27,21 @@ class TwoFullGroups(TieringMachine):
     groups = Groups(full=(0, 1), windows={2: 1})
 
 
-@pytest.mark.parametrize("machine", [TieringMachine, FullOnly, TwoFullGroups])
+class S3FIFOMachine(TieringMachine):
+    """Evicts by S3-FIFO."""
+
+    policy = "s3fifo"
+
+
+class ARCMachine(TieringMachine):
+    """Evicts by ARC."""
+
+    policy = "arc"
+
+
+@pytest.mark.parametrize(
+    "machine", [TieringMachine, FullOnly, TwoFullGroups, S3FIFOMachine, ARCMachine]
+)
 def test_machine(machine: type[TieringMachine]) -> None:
     phases = [Phase.generate, Phase.shrink] if SHRINK else [Phase.generate]
     run_state_machine_as_test(

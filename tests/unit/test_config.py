@@ -53,7 +53,7 @@ class TestDefaultsAndAcceptance:
             "spec_name": "S",
             "spec_module_path": "a.b",
             "blocks_per_chunk": 4,
-            "eviction_policy": "lru",
+            "eviction_policy": "my.policies:Mine",
             "offload_prompt_only": False,
             "self_describing_kv_events": True,
             "canonical_layout": True,
@@ -79,6 +79,10 @@ class TestDefaultsAndAcceptance:
         assert decode(block_size=64).block_size == 64
         unused = set(Settings.__struct_fields__) - set(given)
         assert unused == {"block_size", "secondary_tiers"}
+
+    @pytest.mark.parametrize("name", ["lru", "s3fifo", "arc", "pkg.mod:Class"])
+    def test_policies(self, name):
+        assert decode(eviction_policy=name).eviction_policy == name
 
     def test_is_frozen(self):
         with pytest.raises(AttributeError):
@@ -121,6 +125,8 @@ class TestRefusals:
             *((s, 1) for s in ("offload_prompt_only", "self_describing_kv_events")),
             ("canonical_layout", "true"),
             ("spec_name", 3),
+            ("eviction_policy", 3),
+            ("eviction_policy", None),
             ("spec_module_path", ""),
             *(
                 (setting, value)
@@ -140,9 +146,11 @@ class TestRefusals:
         assert "Expected" not in message
 
     def test_unknown_policy_lists_those_that_exist(self):
-        message = refusal(eviction_policy="arc")
-        assert "'arc'" in message
-        assert '"lru"' in message
+        message = refusal(eviction_policy="s3-fifo")
+        assert message.startswith("eviction_policy = 's3-fifo'")
+        assert "did you mean 's3fifo'?" in message
+        assert "arc, lru, s3fifo" in message
+        assert "did you mean" not in refusal(eviction_policy="zzz")
 
     def test_canonical_layout_cannot_be_off(self):
         assert "always" in refusal(canonical_layout=False)

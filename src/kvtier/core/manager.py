@@ -369,8 +369,8 @@ class TieringManager:
         new = [key for key in dict.fromkeys(keys) if key not in blocks]
         if len(new) < len(keys):
             old = [block for key in keys if (block := blocks.get(key)) is not None and block.ready]
-            self.pool.touch([b.key for b in reversed(old)])
-            self._ledger.cascades.offer_owed(old)
+            self._ledger.cascades.offer_owed(old)  # first: what it pins is used by that pin
+            self.pool.use([b.key for b in reversed(old)])
         room = min(self.pool.available, self._storing_max - self._ledger.storing)
         if len(new) > room:
             self._ledger.counts.unstored_blocks += len(new) - room

@@ -14,30 +14,50 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvtier.core.types import BlockKey, Slot
 
 
+@runtime_checkable
 class Policy(Protocol):
-    """Order of eviction among the keys that may be evicted now. Holds exactly those."""
+    """Order of eviction among the keys that may be evicted now. Holds exactly those.
+
+    Made for a pool of so many slots: `Policy(capacity)`. A key's life here is
+
+        add --(use, touch)--> [discard --> add]* --> victim, or forget
+
+    Each `discard` and `add` is one use by a request, or by several at the same time. Nothing may
+    take longer than O(1), amortised.
+    """
 
     def __len__(self) -> int: ...
     def __contains__(self, key: BlockKey) -> bool: ...
     def add(self, key: BlockKey) -> None:
-        """The key became evictable, and was used just now."""
+        """The key became evictable, and was used just now: it is new, or comes back from a pin."""
         ...
 
     def discard(self, key: BlockKey) -> None:
-        """The key was pinned or forgotten."""
+        """The key was pinned. It comes back by `add`, or is forgotten."""
+        ...
+
+    def forget(self, key: BlockKey) -> None:
+        """The key left the pool without being a victim; it may be pinned, or not known here."""
         ...
 
     def touch(self, key: BlockKey) -> None:
-        """The key was used; one that is not evictable is left alone."""
+        """The request that used the key ended: recent, but not used once more.
+
+        A key that is not evictable is left alone.
+        """
+        ...
+
+    def use(self, key: BlockKey) -> None:
+        """A request used the key without a pin; one that is not evictable is left alone."""
         ...
 
     def victim(self) -> BlockKey:
-        """Remove and return the key to evict."""
+        """Remove and return the key to evict. There is one."""
         ...
 
 
@@ -142,18 +162,24 @@ class BlockPool:
             self._policy.add(block.key)
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
-        """Mark keys as used, in order: the last one becomes the most recent."""
+        """The request that used these ended: in order, the last one becomes the most recent."""
         touch = self._policy.touch
         for key in keys:
             touch(key)
+
+    def use(self, keys: Iterable[BlockKey]) -> None:
+        """A request uses these without pinning them, in order, as `touch`."""
+        use = self._policy.use
+        for key in keys:
+            use(key)
 
     def forget(self, block: Block) -> None:
         """Drop the key now; the slot is free when the last pin goes."""
         assert not block.condemned, "forgetting twice"
         del self.blocks[block.key]
         block.fill = None
+        self._policy.forget(block.key)
         if block.pins == 0:
-            self._policy.discard(block.key)
             self._free.append(block.slot)
         else:
             block.condemned = True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from kvtier.core.limits import Limits
 from kvtier.core.manager import TieringManager
-from kvtier.core.policies.lru import LRU
+from kvtier.core.policies import POLICIES
 from kvtier.core.pool import BlockPool
 from kvtier.core.types import (
     BlockKey,
@@ -43,7 +45,13 @@ masks = st.one_of(st.just(0), st.integers(0, 255))
 
 
 class Adversaries(Truth):
-    """An engine, tiers and a clock, each of which does what it likes, when it likes."""
+    """An engine, tiers and a clock, each of which does what it likes, when it likes.
+
+    Attributes:
+        policy: name of the primary tier's; subclasses choose another.
+    """
+
+    policy: ClassVar[str] = "lru"
 
     @initialize(
         num_slots=st.integers(3, 8),
@@ -67,7 +75,11 @@ class Adversaries(Truth):
         self.memory = [None] * num_slots
         windows = frozenset(self.groups.windows or ())
         self.manager = TieringManager(
-            BlockPool(num_slots, LRU(num_slots)), NUM_TIERS, 0.0, self.limits, windows
+            BlockPool(num_slots, POLICIES[self.policy](num_slots)),
+            NUM_TIERS,
+            0.0,
+            self.limits,
+            windows,
         )
         self.manager.begin_step(0.0)
         for index, prompt in enumerate(warm):

@@ -27,6 +27,7 @@ from kvtier.layout import CANONICAL_FORMAT, RowLayout
 from kvtier.metrics import METRICS, Kind
 from kvtier.namespace import Namespace
 from kvtier.offloader import Offloader, configure_tiers
+from kvtier.policies import load_policy
 from kvtier.region import Geometry, Offer, join, share, total_memory
 from kvtier.vllm.compat import current_engine_config, require_supported
 from kvtier.vllm.engine_facts import engine_facts, require_known
@@ -63,6 +64,7 @@ class KVTierSpec(OffloadingSpec):
         require_supported()
         super().__init__(config)
         self.settings = Settings.decode(config.extra_config)
+        load_policy(self.settings.eviction_policy)  # refused here rather than when it is needed
         self._tiers = configure_tiers(self.settings.secondary_tiers)
         require_known_places(self._tiers)
         self._manager: KVTierManager | None = None

@@ -28,13 +28,19 @@ class LRU:
         self._order[key] = None
 
     def discard(self, key: BlockKey) -> None:
-        """The key was pinned or forgotten."""
+        """The key was pinned."""
         del self._order[key]
 
+    def forget(self, key: BlockKey) -> None:
+        """The key left the pool without being a victim."""
+        self._order.pop(key, None)
+
     def touch(self, key: BlockKey) -> None:
-        """The key was used; a key that is not evictable is left alone."""
+        """The key is recent; a key that is not evictable is left alone."""
         if key in self._order:
             self._order.move_to_end(key)
+
+    use = touch  # a use makes recent, and nothing else
 
     def victim(self) -> BlockKey:
         """Remove and return the key to evict."""
