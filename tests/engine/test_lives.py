@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import block_files, connector_settings, engine_arguments
 from engine_client import SERVER_LIKE, EngineError
+from small_engines import block_files, connector_settings, engine_arguments
 
 pytestmark = pytest.mark.engine
 

@@ -1,4 +1,4 @@
-"""Random traffic on engines that are too small for it: aborts, resets, a tier that stalls and fails.
+"""Random traffic on engines that are too small for it: aborts, resets, a tier that stalls or fails.
 
 Every request that ends by itself must have the tokens of an engine without kvtier's tiers in the
 way, the books must add up after every move, and nothing may be left in flight.
