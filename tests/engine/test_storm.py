@@ -1,4 +1,4 @@
-"""Random traffic on engines that are too small for it: aborts, resets, a tier that stalls or fails.
+"""Random traffic against a real engine, and the same tokens as ever: the whole path under pressure.
 
 Every request that ends by itself must have the tokens of an engine without kvtier's tiers in the
 way, the books must add up after every move, and nothing may be left in flight.
