@@ -17,7 +17,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parent.parent / "src"
-CALL_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 240.0
 
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Scheduler and worker live in the engine's process itself."""

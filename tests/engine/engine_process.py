@@ -46,9 +46,8 @@ class Server:
 
     def start(self, engine: dict[str, Any], connector: dict[str, Any]) -> dict[str, Any]:
         """Start the engine. `connector` is `kv_connector_extra_config`."""
-        from vllm.config import KVEventsConfig, KVTransferConfig
-
         from vllm import LLM
+        from vllm.config import KVEventsConfig, KVTransferConfig
 
         started = time.monotonic()
         if "kv_events_config" in engine:

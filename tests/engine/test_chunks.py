@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import BLOCK
+from small_engines import BLOCK
 
 pytestmark = pytest.mark.engine
 

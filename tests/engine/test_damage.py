@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import block_files
+from small_engines import block_files
 
 pytestmark = pytest.mark.engine
 

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import block_files
+from small_engines import block_files
 
 pytestmark = pytest.mark.engine
 

@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from conftest import connector_settings, engine_arguments, make_model
+from small_engines import connector_settings, engine_arguments, make_model
 
 pytestmark = pytest.mark.engine
 

@@ -7,16 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import block_files, connector_settings, engine_arguments
 from engine_client import SERVER_LIKE, EngineError
+from small_engines import block_files, connector_settings, engine_arguments
 
 pytestmark = pytest.mark.engine
 
 DEADLINE_S = 60.0
-
-
-def nothing_is_left(before) -> bool:
-    return all(now <= before[kind] for kind, now in traces().items())
 
 
 def until(reached) -> None:
@@ -27,25 +23,58 @@ def until(reached) -> None:
         time.sleep(0.05)
 
 
-def traces() -> dict[str, set[str]]:
-    """What an engine with kvtier could leave behind on this host."""
-    names = Path("/proc/net/unix").read_text().split()
-    return {
-        "shm": {n for n in os.listdir("/dev/shm") if "kvtier" in n or "offload" in n},
-        "sockets": {name for name in names if name.startswith("@kvtier")},
-        "processes": processes_with_a_pool(),
-    }
+class Family:
+    """An engine's process and all that it has started, to see that none of it outlives the engine.
+
+    Looks at nothing else on this host: other engines may run.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pids = [pid, *children(pid)]
+        self._born = {p: born(p) for p in self._pids}
+        self._sockets = {link for p in self._pids for link in open_sockets(p)}
+
+    def is_gone(self) -> bool:
+        """No process is left, and no name of theirs in the kernel or in /dev/shm."""
+        if any(born(pid) == self._born[pid] for pid in self._pids):
+            return False
+        named = {line.split()[6] for line in unix_sockets() if "@kvtier/" in line}
+        return not (named & self._sockets) and not kvtier_files()
 
 
-def processes_with_a_pool() -> set[str]:
+def born(pid: int) -> str | None:
+    """When a process started, which tells it from a later one of that number."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if stat[0] == "Z" else stat[19]
+
+
+def unix_sockets() -> list[str]:
+    return Path("/proc/net/unix").read_text().splitlines()[1:]
+
+
+def open_sockets(pid: int) -> set[str]:
+    """Inodes of the sockets that a process has open."""
     found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            if "memfd:kvtier" in maps.read_text():
-                found.add(maps.parent.name)
+            link = os.readlink(descriptor)
         except OSError:
-            continue  # ended meanwhile, or somebody else's
+            continue  # closed meanwhile
+        if link.startswith("socket:["):
+            found.add(link[len("socket:[") : -1])
     return found
+
+
+def kvtier_files() -> set[str]:
+    """Names in shared memory; there must never be one."""
+    return {name for name in os.listdir("/dev/shm") if "kvtier" in name}
+
+
+def has_a_pool(pid: int) -> bool:
+    return "memfd:kvtier" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def children(pid: int) -> list[int]:
@@ -62,7 +91,6 @@ def scripted(root):
 
 @pytest.mark.parametrize("phase", ["starting", "storing", "loading", "idle"])
 def test_sigkill(engines, prompt, tmp_path, model, phase) -> None:
-    before = traces()
     asked, another = prompt(500), prompt(500)
     writer = engines.start("gqa", tmp_path)
     expected = writer.reference(asked)
@@ -77,7 +105,7 @@ def test_sigkill(engines, prompt, tmp_path, model, phase) -> None:
     }
     if phase == "starting":
         victim.send("start", **arguments)
-        until(lambda: str(victim.pid) in processes_with_a_pool())
+        until(lambda: has_a_pool(victim.pid))
     else:
         victim.call("start", **arguments)
     if phase == "storing":
@@ -90,9 +118,10 @@ def test_sigkill(engines, prompt, tmp_path, model, phase) -> None:
         victim.call("step_until_waiting", operation="read", count=4)
     if phase == "idle":
         assert victim.generate(asked).disk == 480
-    assert str(victim.pid) in processes_with_a_pool()
+    assert has_a_pool(victim.pid)
+    family = Family(victim.pid)
     victim.kill()
-    until(lambda: nothing_is_left(before))
+    until(family.is_gone)
 
     heir = engines.start("gqa", tmp_path)
     answer = heir.generate(asked)
@@ -106,7 +135,6 @@ def test_sigkill(engines, prompt, tmp_path, model, phase) -> None:
 
 def test_sigkill_of_a_scheduler_process(engines, prompt, tmp_path) -> None:
     """As `vllm serve` runs: two workers and the scheduler are processes."""
-    before = traces()
     engine = engines.start(
         "gqa",
         tmp_path,
@@ -122,13 +150,14 @@ def test_sigkill_of_a_scheduler_process(engines, prompt, tmp_path) -> None:
     engine.call("reset", connector=True)
     answer = engine.generate(asked)
     assert (answer.disk, answer.tokens) == (480, expected.tokens)
-    family = children(engine.pid)
-    schedulers = [
-        pid for pid in family if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    assert schedulers
-    os.kill(schedulers[0], 9)
-    until(lambda: nothing_is_left(before))
+    scheduler = next(
+        pid
+        for pid in children(engine.pid)
+        if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    family = Family(scheduler)
+    os.kill(scheduler, 9)
+    until(family.is_gone)
     engine.kill()
 
     heir = engines.start("gqa", tmp_path)
@@ -159,11 +188,10 @@ def bare(engines):
     ],
 )
 def test_a_wrong_setting_is_named(bare, changes, named) -> None:
-    before = traces()
     message = bare.call("make_spec", connector=connector_settings(None, changes), pages=[16, 4096])
     assert message.startswith("ConfigError: ")
     assert named in message
-    assert nothing_is_left(before)
+    assert not has_a_pool(bare.pid), "nothing was made"
 
 
 def test_right_settings_are_taken(bare, tmp_path) -> None:
@@ -173,7 +201,6 @@ def test_right_settings_are_taken(bare, tmp_path) -> None:
 
 @pytest.mark.parametrize("changes", [{"max_wait": 5}, {"cpu_bytes_to_use": "4KiB"}])
 def test_an_engine_does_not_start_with_a_wrong_setting(engines, model, tmp_path, changes) -> None:
-    before = traces()
     engine = engines.process()
     with pytest.raises(EngineError, match=next(iter(changes))):
         engine.call(
@@ -182,5 +209,6 @@ def test_an_engine_does_not_start_with_a_wrong_setting(engines, model, tmp_path,
             connector=connector_settings(tmp_path, changes),
         )
     assert list(tmp_path.iterdir()) == []
+    family = Family(engine.pid)
     engine.stop()
-    until(lambda: nothing_is_left(before))
+    until(family.is_gone)

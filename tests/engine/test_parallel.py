@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import block_files
+from small_engines import block_files
 
 from kvtier.envelope import HEADER_BYTES
 
