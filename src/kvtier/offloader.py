@@ -19,8 +19,8 @@ from kvtier.core.limits import Limits
 from kvtier.core.manager import TieringManager
 from kvtier.core.policies.lru import LRU
 from kvtier.core.pool import BlockPool
-from kvtier.core.types import Command, Completion, Probe, Read, Write
-from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews
+from kvtier.core.types import Command, Completion, Done, Fault, Probe, Read, Write
+from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews, TierCounters
 from kvtier.drivers.threaded import ThreadedDriver
 from kvtier.namespace import Namespace
 from kvtier.region import Region
@@ -86,6 +86,7 @@ class Offloader:
     Attributes:
         core: decides; asked by the host.
         drivers: one per tier, in order.
+        driver_errors: how often each of them raised.
     """
 
     def __init__(
@@ -116,18 +117,36 @@ class Offloader:
         self.drivers: tuple[SecondaryTierManager, ...] = tuple(
             make(tier, self._opener(tier)) for tier in tiers
         )
+        self.driver_errors = [0] * len(self.drivers)
+        self._causes: set[str] = set()
+        self._refused: list[Completion] = []  # commands that a driver did not take
 
     def begin(self) -> None:
         """A step begins: tell the core what the tiers finished."""
-        completions: list[Completion] = []
-        for driver in self.drivers:
-            completions += driver.get_finished()
+        completions, self._refused = self._refused, []
+        for place, driver in enumerate(self.drivers):
+            try:
+                completions += driver.get_finished()
+            except Exception as error:  # noqa: BLE001 - one tier must not stop the others
+                self._contain(place, "get_finished", error)
         self.core.begin_step(self._clock(), completions)
 
     def end(self) -> None:
         """A step ends: hand the core's commands to the tiers."""
         for command in self.core.end_step():
-            self._submit(command)
+            try:
+                self._submit(command)
+            except Exception as error:  # noqa: BLE001 - one tier must not stop the others
+                self._contain(command.tier, f"{type(command).__name__.lower()} job", error)
+                self._refused.append(Done(command.job, fault=Fault.ERROR))
+
+    def counters_of(self, place: int) -> TierCounters:
+        """A driver's running totals; zeros if it raises."""
+        try:
+            return self.drivers[place].counters()
+        except Exception as error:  # noqa: BLE001 - one tier must not stop the others
+            self._contain(place, "counters", error)
+            return TierCounters()
 
     def reset(self) -> None:
         """Forget the primary at once. The tiers' blocks stay valid only if the operator named the
@@ -139,10 +158,21 @@ class Offloader:
 
     def close(self) -> None:
         """Stop the drivers, as far as they stop soon; never wait for a tier that hangs."""
-        for tier, driver in zip(self.tiers, self.drivers, strict=True):
-            if not driver.close(_CLOSE_TIMEOUT_S):
-                log.warning("Tier %s is still busy; left alone", tier.name)
+        for place, (tier, driver) in enumerate(zip(self.tiers, self.drivers, strict=True)):
+            try:
+                if not driver.close(_CLOSE_TIMEOUT_S):
+                    log.warning("Tier %s is still busy; left alone", tier.name)
+            except Exception as error:  # noqa: BLE001 - one tier must not stop the others
+                self._contain(place, "close", error)
         self.region.close()
+
+    def _contain(self, place: int, where: str, error: Exception) -> None:
+        """Count a driver's error; log it once per cause."""
+        self.driver_errors[place] += 1
+        cause = f"tier {self.tiers[place].name}: {where}: {type(error).__name__}"
+        if cause not in self._causes:
+            self._causes.add(cause)
+            log.error("kvtier: contained an error of %s", cause, exc_info=error)
 
     def _submit(self, command: Command) -> None:
         driver = self.drivers[command.tier]

@@ -96,7 +96,8 @@ class TierCounters:
 class SecondaryTierManager(ABC):
     """Moves blocks between primary slots and one tier, asynchronously.
 
-    Every submitted job ends in exactly one `Done`; after it no slot of the job is touched. All
+    Every submitted job ends in exactly one `Done`; after it no slot of the job is touched. A job
+    whose submission raises was not taken: it counts as failed, and its slots are not touched. All
     methods are called on the scheduler thread and return at once.
     """
 

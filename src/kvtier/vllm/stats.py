@@ -34,12 +34,13 @@ class Totals:
     def collect(self, internal_errors: int) -> dict[Series, float]:
         """All totals and levels as they stand."""
         totals = dict(self._of_primary())
-        totals[Series(metrics.INTERNAL_ERRORS)] = internal_errors
         for place, tier in enumerate(self._offloader.tiers):
             totals.update(self._of_tier(place, tier.name))
         for name, blocks in self._hit_blocks.items():
             totals[Series(metrics.HIT_BLOCKS, (name,))] = blocks
             totals[Series(metrics.HIT_TOKENS, (name,))] = self._hit_tokens[name]
+        errors = internal_errors + sum(self._offloader.driver_errors)
+        totals[Series(metrics.INTERNAL_ERRORS)] = errors
         return totals
 
     def _of_primary(self) -> Iterator[tuple[Series, float]]:
@@ -53,7 +54,7 @@ class Totals:
         yield Series(metrics.PINNED_SLOTS, label), core.pool.pinned
 
     def _of_tier(self, place: int, name: str) -> Iterator[tuple[Series, float]]:
-        core, counters = self._offloader.core, self._offloader.drivers[place].counters()
+        core, counters = self._offloader.core, self._offloader.counters_of(place)
         label = (name,)
         yield Series(metrics.LOOKUP_BLOCKS, label), counters.lookup_blocks
         yield Series(metrics.READ_BYTES, label), counters.read_bytes
