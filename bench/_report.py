@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 
@@ -25,9 +25,13 @@ class Row:
         return self.value / self.baseline if self.baseline else float("nan")
 
 
-def main(doc: str, measure: Callable[[], list[Row]]) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=doc)
+def main(
+    doc: str,
+    measure: Callable[[], list[Row]],
+    parents: Sequence[argparse.ArgumentParser] = (),
+) -> None:
+    """Measure and print. `parents` are parsers of the program's own options."""
+    parser = argparse.ArgumentParser(description=doc, parents=list(parents))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     rows = measure()

@@ -63,7 +63,9 @@ SKIPPED_STORE_BLOCKS = _counter(
 )
 EXPIRED_WAITS = _counter("expired_waits", "Number of waits for the tier that max_wait_ms ended.")
 INTERNAL_ERRORS = _counter(
-    "internal_errors", "Number of errors that were contained; each is a defect of kvtier.", ()
+    "internal_errors",
+    "Number of errors that were contained; each is a defect of kvtier or of a tier's driver.",
+    (),
 )
 USED_SLOTS = _gauge("used_slots", "Number of slots of the pool that hold a block.")
 TOTAL_SLOTS = _gauge("total_slots", "Number of slots of the pool.")

@@ -118,6 +118,7 @@ class Offloader:
             make(tier, self._opener(tier)) for tier in tiers
         )
         self.driver_errors = [0] * len(self.drivers)
+        self._counters = [TierCounters() for _ in self.drivers]
         self._causes: set[str] = set()
         self._refused: list[Completion] = []  # commands that a driver did not take
 
@@ -141,12 +142,12 @@ class Offloader:
                 self._refused.append(Done(command.job, fault=Fault.ERROR))
 
     def counters_of(self, place: int) -> TierCounters:
-        """A driver's running totals; zeros if it raises."""
+        """A driver's running totals; those it told before if it raises."""
         try:
-            return self.drivers[place].counters()
+            self._counters[place] = self.drivers[place].counters()
         except Exception as error:  # noqa: BLE001 - one tier must not stop the others
             self._contain(place, "counters", error)
-            return TierCounters()
+        return self._counters[place]
 
     def reset(self) -> None:
         """Forget the primary at once. The tiers' blocks stay valid only if the operator named the
