@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 
@@ -25,13 +25,9 @@ class Row:
         return self.value / self.baseline if self.baseline else float("nan")
 
 
-def main(
-    doc: str,
-    measure: Callable[[], list[Row]],
-    parents: Sequence[argparse.ArgumentParser] = (),
-) -> None:
-    """Measure and print. `parents` are parsers of the program's own options."""
-    parser = argparse.ArgumentParser(description=doc, parents=list(parents))
+def main(doc: str, measure: Callable[[], list[Row]], *parents: argparse.ArgumentParser) -> None:
+    """Measure and print. `parents` hold options of one benchmark, made with `add_help=False`."""
+    parser = argparse.ArgumentParser(description=doc, parents=parents)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     rows = measure()

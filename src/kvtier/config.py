@@ -37,6 +37,9 @@ _TIER_NAME_ALLOWED = "1 to 64 characters out of a-z, 0-9, `_` and `-`"
 _Count = Annotated[int, Meta(gt=0, description="a whole number above 0")]
 _Milliseconds = Annotated[int, Meta(gt=0, description="a whole number of milliseconds above 0")]
 _Share = Annotated[float, Meta(gt=0, lt=1, description="a share of the pool between 0 and 1")]
+_ShareOrNone = Annotated[
+    float, Meta(ge=0, lt=1, description="a share of the pool from 0 to below 1")
+]
 _Switch = Annotated[bool, Meta(description="true or false")]
 _Label = Annotated[
     str,
@@ -53,6 +56,13 @@ _Fingerprint = Annotated[
         description="text of 1 to 128 hex digits or other letters, digits, `.`, `_` and `-` that "
         "begins with a letter or a digit and has no `..`",
     ),
+]
+_Rate = Annotated[
+    float | Literal["measure", "unknown"],
+    Meta(description='tokens per second above 0, "measure" or "unknown"'),
+]
+_Filter = Annotated[
+    Literal["always", "second_touch"], Meta(description='"always" or "second_touch"')
 ]
 _Policy = Annotated[Literal["lru"], Meta(description='one of the policies that exist: "lru"')]
 _Text = Annotated[str, Meta(min_length=1, description="text that is not empty")]
@@ -114,6 +124,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             blocks that come too late for one request are good for the next.
         promotion_share: share of the pool that promotions and holds may take.
         cascade_share: share of the pool that running cascades may pin, over all tiers.
+        lending_share: share of the pool that tiers may borrow for others, peers for instance.
+        store_filter: `always` writes every block to the tiers; `second_touch` only those that were
+            met before, so that prompts that never come again cost no writes.
+        prefill_tokens_per_s: how fast the engine computes prompts. What takes longer to read is
+            computed. `measure` learns it from the engine's steps; `unknown` always reads.
+        tier_failures_max: jobs of a tier in a row that may fail before it is left alone.
+        tier_stall_ms: how long a tier may answer nothing at all while it has jobs.
+        tier_backoff_ms: before a tier that was left alone is tried again; doubles each time.
+        tier_backoff_max_ms: bound of that.
         absent_ttl_ms: how long a tier is believed not to hold a block before it is asked again.
     """
 
@@ -135,6 +154,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     job_deadline_ms: _Milliseconds = 30_000
     promotion_share: _Share = 0.5
     cascade_share: _Share = 0.25
+    lending_share: _ShareOrNone = 0.0
+    store_filter: _Filter = "always"
+    prefill_tokens_per_s: _Rate = "measure"
+    tier_failures_max: _Count = 3
+    tier_stall_ms: _Milliseconds = 10_000
+    tier_backoff_ms: _Milliseconds = 1_000
+    tier_backoff_max_ms: _Milliseconds = 60_000
     absent_ttl_ms: _Milliseconds = 10_000
 
     @classmethod
@@ -216,8 +242,8 @@ def check_pool(pool_bytes: int, row_bytes: int, available_bytes: int, setting: s
         lower = f"lower {setting} to at most {most}, or " if most else ""
         raise ConfigError(
             f"{setting} = {_figure(pool_bytes)} is more than the {_figure(available_bytes)} of "
-            f"memory that are available to the pool: {lower}give it more memory (in a container: "
-            "its memory limit and the size of /dev/shm)"
+            f"memory that are available to the pool: {lower}raise the memory limit of this "
+            "machine or container (the size of /dev/shm does not matter)"
         )
     return pool_bytes // row_bytes
 
@@ -248,12 +274,24 @@ def _refuse_contradictions(settings: Settings) -> None:
             "request could hold blocks for longer than others wait for their turn; lower hold_ms "
             f"to at most {settings.max_wait_ms} or raise max_wait_ms"
         )
-    shares = settings.promotion_share + settings.cascade_share
+    shares = settings.promotion_share + settings.cascade_share + settings.lending_share
     if shares > MAX_POOL_SHARE + 1e-9:  # 0.34 + 0.56 must count as 0.9
         raise ConfigError(
-            f"promotion_share = {settings.promotion_share} and cascade_share = "
-            f"{settings.cascade_share} add up to {shares:.4g}: together they may take at most "
-            f"{MAX_POOL_SHARE} of the pool, since running stores need the rest; lower one of them"
+            f"promotion_share = {settings.promotion_share}, cascade_share = "
+            f"{settings.cascade_share} and lending_share = {settings.lending_share} add up to "
+            f"{shares:.4g}: together they may take at most {MAX_POOL_SHARE} of the pool, since "
+            "running stores need the rest; lower one of them"
+        )
+    if settings.tier_backoff_ms > settings.tier_backoff_max_ms:
+        raise ConfigError(
+            f"tier_backoff_ms = {settings.tier_backoff_ms} is more than tier_backoff_max_ms = "
+            f"{settings.tier_backoff_max_ms}, which bounds it; lower the one or raise the other"
+        )
+    rate = settings.prefill_tokens_per_s
+    if isinstance(rate, float) and not 0 < rate < float("inf"):
+        raise ConfigError(
+            f"prefill_tokens_per_s = {rate} is not allowed: give tokens per second above 0, "
+            '"measure" or "unknown"'
         )
 
 

@@ -45,3 +45,19 @@ class MissingBlockError(KVTierError):
 
 class TierError(KVTierError):
     """A tier cannot be opened, or refuses an operation for a reason that will repeat."""
+
+
+class TierFullError(TierError):
+    """No room: writes will fail until some is made. Reads go on."""
+
+
+class TierThrottledError(TierError):
+    """The tier asks to be left alone for a while."""
+
+
+class TierUnreachableError(TierError):
+    """Whatever keeps the blocks cannot be reached."""
+
+
+class TierDeniedError(TierError):
+    """Credentials or permissions are refused."""

@@ -62,10 +62,22 @@ SKIPPED_STORE_BLOCKS = _counter(
     "skipped_store_blocks", "Number of blocks not stored because the budget was used up."
 )
 EXPIRED_WAITS = _counter("expired_waits", "Number of waits for the tier that max_wait_ms ended.")
+EXPIRED_JOBS = _counter("expired_jobs", "Number of jobs that the tier did not end in time.")
+RECOMPUTED_BLOCKS = _counter(
+    "recomputed_blocks",
+    "Number of blocks that a tier had, but that were faster to compute than to read.",
+)
+FILTERED_BLOCKS = _counter(
+    "filtered_blocks", "Number of blocks not written to tiers since they were met only once."
+)
+DRIVER_ERRORS = _counter("driver_errors", "Number of exceptions that the tier's driver raised.")
+READS_OPEN = _gauge("reads_open", "1 while the tier is not read since it fails or stalls, else 0.")
+WRITES_OPEN = _gauge(
+    "writes_open", "1 while nothing is written to the tier since it fails or stalls, else 0."
+)
+TIMES_OPENED = _counter("times_opened", "Number of times that the tier began to be left alone.")
 INTERNAL_ERRORS = _counter(
-    "internal_errors",
-    "Number of errors that were contained; each is a defect of kvtier or of a tier's driver.",
-    (),
+    "internal_errors", "Number of errors that were contained; each is a defect of kvtier.", ()
 )
 USED_SLOTS = _gauge("used_slots", "Number of slots of the pool that hold a block.")
 TOTAL_SLOTS = _gauge("total_slots", "Number of slots of the pool.")
@@ -80,6 +92,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             *(READ_BYTES, READ_SECONDS, READ_FAILURES),
             *(WRITE_BYTES, WRITE_SECONDS, WRITE_FAILURES),
             *(CORRUPT_BLOCKS, SKIPPED_STORE_BLOCKS, EXPIRED_WAITS, INTERNAL_ERRORS),
+            *(EXPIRED_JOBS, RECOMPUTED_BLOCKS, FILTERED_BLOCKS, DRIVER_ERRORS),
+            *(READS_OPEN, WRITES_OPEN, TIMES_OPENED),
             *(USED_SLOTS, TOTAL_SLOTS, PINNED_SLOTS, JOBS_IN_FLIGHT),
         )
     }

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 import msgspec
 
 from kvtier.config import Settings, TierSettings
+from kvtier.core.health import Patience
 from kvtier.core.limits import Limits
 from kvtier.core.manager import TieringManager
 from kvtier.core.policies.lru import LRU
 from kvtier.core.pool import BlockPool
-from kvtier.core.types import Command, Completion, Done, Fault, Probe, Read, Write
-from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews, TierCounters
+from kvtier.core.types import Command, Completion, Lend, Probe, Read, Write
+from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews
+from kvtier.drivers.guard import GuardedDriver
 from kvtier.drivers.threaded import ThreadedDriver
 from kvtier.namespace import Namespace
 from kvtier.region import Region
@@ -86,7 +88,6 @@ class Offloader:
     Attributes:
         core: decides; asked by the host.
         drivers: one per tier, in order.
-        driver_errors: how often each of them raised.
     """
 
     def __init__(
@@ -114,40 +115,21 @@ class Offloader:
             windows,
         )
         make = make_driver or on_threads
-        self.drivers: tuple[SecondaryTierManager, ...] = tuple(
-            make(tier, self._opener(tier)) for tier in tiers
+        self.drivers = tuple(
+            GuardedDriver(tier.name, make(tier, self._opener(tier))) for tier in tiers
         )
-        self.driver_errors = [0] * len(self.drivers)
-        self._counters = [TierCounters() for _ in self.drivers]
-        self._causes: set[str] = set()
-        self._refused: list[Completion] = []  # commands that a driver did not take
 
     def begin(self) -> None:
         """A step begins: tell the core what the tiers finished."""
-        completions, self._refused = self._refused, []
-        for place, driver in enumerate(self.drivers):
-            try:
-                completions += driver.get_finished()
-            except Exception as error:  # noqa: BLE001 - one tier must not stop the others
-                self._contain(place, "get_finished", error)
+        completions: list[Completion] = []
+        for driver in self.drivers:
+            completions += driver.get_finished()
         self.core.begin_step(self._clock(), completions)
 
     def end(self) -> None:
         """A step ends: hand the core's commands to the tiers."""
         for command in self.core.end_step():
-            try:
-                self._submit(command)
-            except Exception as error:  # noqa: BLE001 - one tier must not stop the others
-                self._contain(command.tier, f"{type(command).__name__.lower()} job", error)
-                self._refused.append(Done(command.job, fault=Fault.ERROR))
-
-    def counters_of(self, place: int) -> TierCounters:
-        """A driver's running totals; those it told before if it raises."""
-        try:
-            self._counters[place] = self.drivers[place].counters()
-        except Exception as error:  # noqa: BLE001 - one tier must not stop the others
-            self._contain(place, "counters", error)
-        return self._counters[place]
+            self._submit(command)
 
     def reset(self) -> None:
         """Forget the primary at once. The tiers' blocks stay valid only if the operator named the
@@ -159,21 +141,10 @@ class Offloader:
 
     def close(self) -> None:
         """Stop the drivers, as far as they stop soon; never wait for a tier that hangs."""
-        for place, (tier, driver) in enumerate(zip(self.tiers, self.drivers, strict=True)):
-            try:
-                if not driver.close(_CLOSE_TIMEOUT_S):
-                    log.warning("Tier %s is still busy; left alone", tier.name)
-            except Exception as error:  # noqa: BLE001 - one tier must not stop the others
-                self._contain(place, "close", error)
+        for tier, driver in zip(self.tiers, self.drivers, strict=True):
+            if not driver.close(_CLOSE_TIMEOUT_S):
+                log.warning("Tier %s is still busy; left alone", tier.name)
         self.region.close()
-
-    def _contain(self, place: int, where: str, error: Exception) -> None:
-        """Count a driver's error; log it once per cause."""
-        self.driver_errors[place] += 1
-        cause = f"tier {self.tiers[place].name}: {where}: {type(error).__name__}"
-        if cause not in self._causes:
-            self._causes.add(cause)
-            log.error("kvtier: contained an error of %s", cause, exc_info=error)
 
     def _submit(self, command: Command) -> None:
         driver = self.drivers[command.tier]
@@ -187,6 +158,8 @@ class Offloader:
             case Write(job=job, keys=keys, slots=slots):
                 views = SlotViews(self.region, slots, readonly=True)
                 driver.submit_store(JobMetadata(job, keys, views, namespace))
+            case Lend():
+                raise AssertionError("no built-in tier asks for blocks")
 
     def _opener(self, tier: ConfiguredTier) -> Callable[[str], Tier]:
         def open_tier(digest: str) -> Tier:
@@ -198,11 +171,28 @@ class Offloader:
 
 def limits_of(settings: Settings, num_slots: int, num_tiers: int) -> Limits:
     """The bounds of one engine: shares of the pool, turned into slots."""
+    tiers = max(num_tiers, 1)
+    promoting_max = max(1, int(num_slots * settings.promotion_share))
+    writing_max = max(1, int(num_slots * settings.cascade_share) // tiers)
+    lending_max = int(num_slots * settings.lending_share)
+    # What promotions always get: a tenth, or their share if that is less; nothing without tiers.
+    kept = max(1, min(num_slots // 10, promoting_max)) + writing_max * tiers if num_tiers else 0
     return Limits(
-        promoting_max=max(1, int(num_slots * settings.promotion_share)),
-        writing_max=max(1, int(num_slots * settings.cascade_share) // max(num_tiers, 1)),
+        promoting_max=promoting_max,
+        writing_max=writing_max,
+        # With several tiers, one that hangs leaves half to the others.
+        reading_max=promoting_max if tiers == 1 else max(1, promoting_max // 2),
+        storing_max=max(1, num_slots - kept - lending_max),
+        lending_max=lending_max,
         job_deadline_s=settings.job_deadline_ms / 1e3,
         wait_max_s=settings.max_wait_ms / 1e3,
         hold_s=settings.hold_ms / 1e3,
         absent_ttl_s=settings.absent_ttl_ms / 1e3,
+        second_touch=settings.store_filter == "second_touch",
+        patience=Patience(
+            failures_max=settings.tier_failures_max,
+            stall_s=settings.tier_stall_ms / 1e3,
+            backoff_s=settings.tier_backoff_ms / 1e3,
+            backoff_max_s=settings.tier_backoff_max_ms / 1e3,
+        ),
     )

@@ -1,4 +1,5 @@
-"""Each transcript is what the core answers today. `pytest --rewrite-scenarios` writes them anew."""
+"""Each transcript is what the core answers today. `pytest tests/scenarios --rewrite-scenarios`
+writes them anew."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ SCENARIOS = sorted(Path(__file__).parent.glob("*.txt"))
 def test_scenario(path: Path, request: pytest.FixtureRequest) -> None:
     text = path.read_text()
     answers = run(text)
-    if request.config.getoption("--rewrite-scenarios"):
+    if request.config.getoption("--rewrite-scenarios", default=False):
         path.write_text(answers)
         return
     assert answers == text

@@ -64,7 +64,14 @@ class TestDefaultsAndAcceptance:
             "hold_ms": 4,
             "job_deadline_ms": 3,
             "promotion_share": 0.3,
-            "cascade_share": 0.6,
+            "cascade_share": 0.5,
+            "lending_share": 0.1,
+            "store_filter": "second_touch",
+            "prefill_tokens_per_s": 1234.5,
+            "tier_failures_max": 2,
+            "tier_stall_ms": 6,
+            "tier_backoff_ms": 7,
+            "tier_backoff_max_ms": 8,
             "absent_ttl_ms": 2,
         }
         settings = Settings.decode(MappingProxyType(given))
@@ -86,7 +93,7 @@ class TestRefusals:
             ("max_wait", "max_wait_ms"),
             ("NAMESPACE", "namespace"),
             ("weight_epoch", "weights_epoch"),
-            ("tiers", "secondary_tiers"),
+            ("secondary_tier", "secondary_tiers"),
         ],
     )
     def test_unknown_key_names_the_nearest(self, wrong, right):

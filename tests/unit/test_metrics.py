@@ -28,6 +28,8 @@ def test_table_is_well_formed():
         *("read_bytes", "read_seconds", "read_failures"),
         *("write_bytes", "write_seconds", "write_failures"),
         *("corrupt_blocks", "skipped_store_blocks", "expired_waits", "internal_errors"),
+        *("expired_jobs", "recomputed_blocks", "filtered_blocks", "driver_errors"),
+        *("reads_open", "writes_open", "times_opened"),
         *("used_slots", "total_slots", "pinned_slots", "jobs_in_flight"),
     }
     assert set(METRICS) == {f"vllm:kvtier_{name}" for name in names}

@@ -96,9 +96,9 @@ class TierCounters:
 class SecondaryTierManager(ABC):
     """Moves blocks between primary slots and one tier, asynchronously.
 
-    Every submitted job ends in exactly one `Done`; after it no slot of the job is touched. A job
-    whose submission raises was not taken: it counts as failed, and its slots are not touched. All
-    methods are called on the scheduler thread and return at once.
+    Every submitted job ends in exactly one `Done`; after it no slot of the job is touched. All
+    methods are called on the scheduler thread, return at once and raise nothing. (One that raises
+    all the same is contained; a submit that raised has not taken its job.)
     """
 
     @abstractmethod

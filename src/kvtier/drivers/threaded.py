@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from kvtier.core.types import BlockKey, Completion, Done
+from kvtier.core.types import BlockKey, Completion, Done, Fault
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager, TierCounters
+from kvtier.drivers.faults import fault_of, worse
 from kvtier.envelope import HEADER_BYTES, seal, verify
 from kvtier.errors import EnvelopeError, MissingBlockError, TierError
 from kvtier.tiers.base import SupportsDelete, Tier
@@ -129,7 +130,7 @@ class ThreadedDriver(SecondaryTierManager):
             self._closing = True
             for queue in (self._urgent, self._bulk):
                 for job in queue:
-                    self._end_tasks(job, job.num_tasks - job.taken, [])
+                    self._end_tasks(job, job.num_tasks - job.taken, [], None)
                 queue.clear()
             self._condition.notify_all()
         deadline = time.monotonic() + timeout_s
@@ -145,12 +146,13 @@ class ThreadedDriver(SecondaryTierManager):
             queue.append(job)
             self._condition.notify(job.num_tasks)
 
-    def _end_tasks(self, job: _Job, count: int, ok: list[BlockKey]) -> None:
+    def _end_tasks(self, job: _Job, count: int, ok: list[BlockKey], fault: Fault | None) -> None:
         """Count tasks of a job as ended; the last ones end the job. Called under the lock."""
         job.ok += ok
         job.ended += count
+        job.fault = worse(job.fault, fault)
         if job.ended == job.num_tasks:
-            self._finished.append(Done(job.metadata.job_id, frozenset(job.ok)))
+            self._finished.append(Done(job.metadata.job_id, frozenset(job.ok), job.fault))
 
     def _serve(self, bulk_first: bool) -> None:
         """Body of every thread."""
@@ -171,15 +173,17 @@ class ThreadedDriver(SecondaryTierManager):
                 job.taken += 1
                 if job.taken == job.num_tasks:
                     queue.popleft()
-            ok = self._run_task(job, index, header)
+            ok, fault = self._run_task(job, index, header)
             with self._condition:
-                self._end_tasks(job, 1, ok)
+                self._end_tasks(job, 1, ok, fault)
         if last:
             for place in self._places.values():
                 self._close_place(place)
 
-    def _run_task(self, job: _Job, index: int, header: memoryview) -> list[BlockKey]:
-        """The keys of one task that succeeded. Raises nothing."""
+    def _run_task(
+        self, job: _Job, index: int, header: memoryview
+    ) -> tuple[list[BlockKey], Fault | None]:
+        """The keys of one task that succeeded, and what failed besides. Raises nothing."""
         namespace = job.metadata.namespace
         try:
             place = self._enter(namespace)
@@ -187,17 +191,18 @@ class ThreadedDriver(SecondaryTierManager):
                 tier = place.tier
                 assert tier is not None, "an entered place is open"
                 if job.operation is _Operation.LOOKUP:
-                    return self._look_up(tier, job.metadata, index)
+                    return self._look_up(tier, job.metadata, index), None
                 if job.operation is _Operation.LOAD:
-                    return self._load(tier, job.metadata, index, header)
-                return self._store(tier, job.metadata, index)
+                    return self._load(tier, job.metadata, index, header), None
+                return self._store(tier, job.metadata, index), None
             finally:
                 self._leave(place)
-        except _NotOpenError:
-            pass  # its cause was logged when opening failed
+        except _NotOpenError as error:
+            fault = error.fault  # its cause was logged when opening failed
         # also what is not an Exception: extension modules raise panics as such, and every job
         # must end
         except BaseException as error:  # noqa: BLE001
+            fault = fault_of(error)
             self._log_once(job.operation.value, error)
         with self._condition:
             if job.operation is _Operation.LOOKUP:
@@ -206,7 +211,7 @@ class ThreadedDriver(SecondaryTierManager):
                 self._counters.read_failures += 1
             else:
                 self._counters.write_failures += 1
-        return []
+        return [], fault
 
     def _look_up(self, tier: Tier, job: JobMetadata, index: int) -> list[BlockKey]:
         keys = job.block_hashes[index * LOOKUP_BATCH : (index + 1) * LOOKUP_BATCH]
@@ -299,7 +304,7 @@ class ThreadedDriver(SecondaryTierManager):
     def _open(self, place: _Place) -> None:
         """Open a place, unless that failed a moment ago. Called under the place's lock."""
         if place.failed and self._clock() < place.retry_at:
-            raise _NotOpenError
+            raise _NotOpenError(place.fault)
         try:
             place.tier = self._open_tier(place.namespace)
         except BaseException as error:  # as in _run_task
@@ -308,7 +313,8 @@ class ThreadedDriver(SecondaryTierManager):
                 _LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2**place.failed
             )
             place.failed += 1
-            raise _NotOpenError from error
+            place.fault = fault_of(error)
+            raise _NotOpenError(place.fault) from error
         place.failed = 0
 
     def _close_place(self, place: _Place) -> None:
@@ -339,6 +345,10 @@ class ThreadedDriver(SecondaryTierManager):
 class _NotOpenError(TierError):
     """The tier of a namespace could not be opened, now or a moment ago."""
 
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.value)
+        self.fault = fault
+
 
 @dataclass(slots=True)
 class _Job:
@@ -349,6 +359,7 @@ class _Job:
     num_tasks: int
     taken: int = 0
     ended: int = 0
+    fault: Fault | None = None
     ok: list[BlockKey] = field(default_factory=list)
 
 
@@ -362,6 +373,7 @@ class _Place:
     opening: threading.Lock = field(default_factory=threading.Lock)  # guards what follows
     failed: int = 0  # attempts to open since the last success
     retry_at: float = 0.0
+    fault: Fault = Fault.ERROR
 
 
 def _leave_pinned_core() -> None:

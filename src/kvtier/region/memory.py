@@ -117,8 +117,9 @@ class Region:
                 "bytes of memory are available here; lower cpu_bytes_to_use, or raise the memory "
                 "limit of this container"
             )
-        fd = os.memfd_create("kvtier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = -1
         try:
+            fd = os.memfd_create("kvtier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, geometry.total_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             header = _HEADER.pack(
@@ -127,7 +128,8 @@ class Region:
             os.pwrite(fd, header, 0)
             return cls(fd, geometry)
         except OSError as error:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             raise RegionError(
                 f"the CPU pool of {geometry.total_bytes:,} bytes cannot be made: {error}; "
                 "lower cpu_bytes_to_use"
@@ -147,6 +149,8 @@ class Region:
                 raise RegionError("the shared memory that was passed is not a kvtier region")
             if os.fstat(fd).st_size != geometry.total_bytes:
                 raise RegionError("the shared memory that was passed has another size than it says")
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise RegionError("the size of the shared memory that was passed is not sealed")
             return cls(fd, geometry)
         except (OSError, struct.error) as error:
             os.close(fd)
@@ -201,18 +205,31 @@ class Region:
             self.fd = -1
 
 
+def total_memory() -> int:
+    """Bytes that this process could ever use: the same for all workers, whoever came first."""
+    return max(_limits(_meminfo("MemTotal"), busy=False), 0)
+
+
 def available_memory() -> int:
     """Bytes that this process may still use: of the machine and of its control group."""
+    return max(_limits(_meminfo("MemAvailable"), busy=True), 0)
+
+
+def _meminfo(field: str) -> int:
     with open("/proc/meminfo") as meminfo:
         fields = dict(line.split(":", 1) for line in meminfo)
-    free = int(fields["MemAvailable"].split()[0]) << 10
+    return int(fields[field].split()[0]) << 10
+
+
+def _limits(size: int, *, busy: bool) -> int:
+    """`size`, or what the control group allows if that is less; `busy`: without what it uses."""
     group = Path("/sys/fs/cgroup")
     try:  # version 2, as the container sees itself
         limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
-            free = min(free, int(limit) - used)
+        if limit == "max":
+            return size
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
+        return min(size, int(limit) - (used if busy else 0))
     except (OSError, ValueError, KeyError):
-        pass
-    return max(free, 0)
+        return size

@@ -3,7 +3,8 @@
 The first worker makes it and listens on an abstract socket, named after the engine; the others,
 and the scheduler last, connect and receive its descriptor. An abstract name belongs to a process,
 not to a file system: it ends with that process, so nothing is left behind by a kill at any moment.
-The socket is closed as soon as everyone has come.
+The socket is closed as soon as everyone has come. Anybody may bind or reach an abstract name, so
+both sides check that the other one belongs to the same user. A message is one line of JSON.
 
 The scheduler also learns what only workers know: the layout and the facts of the namespace.
 """
@@ -11,6 +12,7 @@ The scheduler also learns what only workers know: the layout and the facts of th
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -26,7 +28,8 @@ from kvtier.region.memory import Geometry, Region
 
 log = logging.getLogger(__name__)
 
-_MESSAGE_MAX = 1 << 20
+_PIECE_BYTES = 1 << 16  # facts may be longer than any datagram may be
+_NAME_MAX = 64  # a longer name is replaced by its digest: all of it has to count
 _CREDENTIALS = struct.Struct("3i")
 JOIN_TIMEOUT_S = 60.0
 
@@ -46,9 +49,10 @@ class Offer:
     rank: int
 
     def agreement(self) -> str:
-        """What has to be equal on all ranks, as text."""
+        """Digest of what has to be equal on all ranks."""
         shape = (self.geometry.num_slots, self.geometry.row_bytes, self.geometry.num_ranks)
-        return json.dumps([shape, self.facts], sort_keys=True)
+        text = json.dumps([shape, self.facts], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def share(engine_id: str, offer: Offer, timeout_s: float = JOIN_TIMEOUT_S) -> Region:
@@ -59,7 +63,7 @@ def share(engine_id: str, offer: Offer, timeout_s: float = JOIN_TIMEOUT_S) -> Re
     Raises:
         RegionError: no memory, another engine of this name, or workers that disagree.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(_address(engine_id))
     except OSError as error:
@@ -100,18 +104,18 @@ class _Host:
         self._listener = listener
         self._fd = os.dup(region.fd)  # the region may be closed before the last one has come
         self._offer = offer
+        self._wanted = offer.geometry.num_ranks
         self._ranks = {offer.rank}
         self._scheduler: socket.socket | None = None
 
     def serve(self) -> None:
         """Hand out the region; ends by itself."""
-        wanted = self._offer.geometry.num_ranks
         try:
             with self._listener:
-                while len(self._ranks) < wanted or self._scheduler is None:
+                while len(self._ranks) < self._wanted or self._scheduler is None:
                     peer, _ = self._listener.accept()
                     self._welcome(peer)
-                    if self._scheduler is not None and len(self._ranks) == wanted:
+                    if self._scheduler is not None and len(self._ranks) == self._wanted:
                         _send(self._scheduler, {"facts": self._offer.facts}, self._fd)
                         self._scheduler.close()
         except OSError as error:
@@ -120,26 +124,24 @@ class _Host:
             os.close(self._fd)
 
     def _welcome(self, peer: socket.socket) -> None:
-        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, uid, _ = _CREDENTIALS.unpack(credentials)
-        if uid != os.geteuid():
+        if _user_of(peer) != os.geteuid():
             peer.close()
             return
         peer.settimeout(JOIN_TIMEOUT_S)
         try:
-            request = json.loads(peer.recv(_MESSAGE_MAX))
+            request = json.loads(_receive(peer)[0])
             if request.get("scheduler"):
                 self._scheduler = peer  # answered once every rank is here
                 return
-            rank = request["rank"]
+            rank = int(request["rank"])
             if rank in self._ranks:
                 _send(peer, {"error": f"another engine called {self._engine_id} is starting here"})
-            elif request["offer"] != self._offer.agreement():
+            elif request["offer"] != self._offer.agreement() or not 0 <= rank < self._wanted:
                 _send(peer, {"error": f"rank {rank} has another KV cache than the first worker"})
             else:
                 _send(peer, {"facts": self._offer.facts}, self._fd)
                 self._ranks.add(rank)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             log.warning("A process failed to join the CPU pool: %s", error)
         if peer is not self._scheduler:
             peer.close()
@@ -150,13 +152,18 @@ def _ask(
 ) -> tuple[Region, dict[str, object]]:
     deadline = time.monotonic() + timeout_s
     while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
             peer.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
                 peer.connect(_address(engine_id))
+                if (uid := _user_of(peer)) != os.geteuid():
+                    raise RegionError(
+                        f"user {uid} listens in the name of engine {engine_id}: its memory is not "
+                        "trusted; use another engine_id, or stop that process"
+                    )
                 _send(peer, request)
-                data, fds, _, _ = socket.recv_fds(peer, _MESSAGE_MAX, 1)
-            except (ConnectionError, FileNotFoundError, TimeoutError) as error:
+                data, fds = _receive(peer)
+            except (ConnectionError, BlockingIOError, TimeoutError) as error:
                 if time.monotonic() >= deadline:
                     raise RegionError(
                         f"not all workers of engine {engine_id} shared their memory within "
@@ -166,16 +173,43 @@ def _ask(
                 time.sleep(0.005)  # the first worker has not begun to listen yet
                 continue
         if not data:
-            raise RegionError(f"engine {engine_id} refused this process its memory")
+            raise RegionError(
+                f"engine {engine_id} gave this process no memory: its first worker ended, or "
+                "runs as another user"
+            )
         reply = json.loads(data)
         if "error" in reply:
             raise RegionError(str(reply["error"]))
+        if not fds:
+            raise RegionError(
+                f"the memory of engine {engine_id} did not arrive: too many open files here?"
+            )
         return Region.from_fd(fds[0]), reply
 
 
 def _send(peer: socket.socket, message: Mapping[str, object], fd: int | None = None) -> None:
-    socket.send_fds(peer, [json.dumps(message).encode()], [] if fd is None else [fd])
+    data = json.dumps(message).encode() + b"\n"
+    sent = socket.send_fds(peer, [data], [] if fd is None else [fd])
+    if sent < len(data):
+        peer.sendall(data[sent:])
+
+
+def _receive(peer: socket.socket) -> tuple[bytes, list[int]]:
+    """One message, empty if the peer ended before all of it came, and its descriptors."""
+    data, fds, _, _ = socket.recv_fds(peer, _PIECE_BYTES, 1)
+    pieces = [data]
+    while pieces[-1] and not pieces[-1].endswith(b"\n"):
+        pieces.append(peer.recv(_PIECE_BYTES))
+    return (b"".join(pieces) if pieces[-1] else b""), fds
+
+
+def _user_of(peer: socket.socket) -> int:
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def _address(engine_id: str) -> bytes:
-    return b"\0kvtier/" + str(os.geteuid()).encode() + b"/" + engine_id.encode()[:80]
+    name = engine_id.encode()
+    if len(name) > _NAME_MAX:
+        name = hashlib.sha256(name).hexdigest().encode()
+    return b"\0kvtier/" + str(os.geteuid()).encode() + b"/" + name

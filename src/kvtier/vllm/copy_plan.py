@@ -74,14 +74,20 @@ class CopyPlanner:
         layout: how this worker's pages lie in a row.
         tensors: the worker's KV tensors.
         rows_address: address of the first row.
+        num_slots: rows.
     """
 
     def __init__(
-        self, layout: RowLayout, tensors: Sequence[DeviceTensor], rows_address: int
+        self,
+        layout: RowLayout,
+        tensors: Sequence[DeviceTensor],
+        rows_address: int,
+        num_slots: int,
     ) -> None:
         self._blocks_per_chunk = layout.blocks_per_chunk
         self._row_bytes = layout.row_bytes
         self._rows_address = rows_address
+        self._num_slots = num_slots
         self._num_blocks = min(tensor.num_blocks for tensor in tensors)
         self._groups = [_pieces(layout, group, tensors) for group in range(len(layout.groups))]
 
@@ -106,10 +112,12 @@ class CopyPlanner:
                 the rows to the device.
 
         Raises:
-            LayoutError: slots and GPU blocks do not match.
+            LayoutError: slots and GPU blocks do not match, or one of them does not exist.
         """
         if len(group_sizes) != len(self._groups):
             raise LayoutError(f"a job with {len(group_sizes)} groups, not {len(self._groups)}")
+        if len(slots) and not 0 <= slots.min() <= slots.max() < self._num_slots:
+            raise LayoutError(f"a job names a slot outside 0..{self._num_slots - 1}")
         parts: list[tuple[Addresses, Addresses, Addresses]] = []
         complete: list[npt.NDArray[np.bool_]] = []
         per_chunk = self._blocks_per_chunk

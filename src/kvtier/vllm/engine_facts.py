@@ -7,23 +7,26 @@ region. Every value is JSON-able.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtier.errors import NamespaceError
 from kvtier.namespace import cpu_facts, rope_facts
 
 
-def engine_facts(engine: Any | None, device_type: str) -> dict[str, Any]:
-    """Facts of one engine.
+def engine_facts(
+    engine: Any | None, groups: Mapping[int, Sequence[str]], device_type: str
+) -> dict[str, Any]:
+    """Facts of one engine, the same in all its workers.
 
     Args:
         engine: vLLM's configuration; None if it cannot be seen.
+        groups: cache group -> names of its layers on this worker.
         device_type: torch's name of the kind of device that holds the KV cache.
 
     Returns:
         `known` tells whether the configuration was seen. `model` is how to find the weights.
-        `identity` belongs in the namespace. `windows` are the layers that look back only so far.
+        `identity` belongs in the namespace. `windows` are the groups that look back only so far.
         `refusals` are reasons why blocks of this engine must not be shared, if any.
     """
     if engine is None:
@@ -67,7 +70,11 @@ def engine_facts(engine: Any | None, device_type: str) -> dict[str, Any]:
             "cache_dir": engine.load_config.download_dir,
         },
         "identity": identity,
-        "windows": sorted(n for n, layer in layers.items() if _is_windowed(layer)),
+        "windows": sorted(
+            group
+            for group, names in groups.items()
+            if any(_is_windowed(layers[name]) for name in names if name in layers)
+        ),
         "refusals": refusals,
     }
 

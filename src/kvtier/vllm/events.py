@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.core.types import BlockKey, Event, Removed, Stored, TierId
+from kvtier.errors import ConfigError
 from kvtier.offloader import ConfiguredTier
+
+log = logging.getLogger(__name__)
 
 
 class EventTranslator:
@@ -42,6 +46,25 @@ class EventTranslator:
         )
 
 
+def require_known_places(tiers: Sequence[ConfiguredTier]) -> None:
+    """Check that vLLM has words for where every tier keeps its blocks.
+
+    Raises:
+        ConfigError: a tier's type declares a medium or locality that vLLM does not know.
+    """
+    for place, tier in enumerate(tiers):
+        kind = tier.tier_type
+        for name, value, known in (
+            ("medium", kind.medium, Medium),
+            ("locality", kind.locality, Locality),
+        ):
+            if value not in known.__members__:
+                raise ConfigError(
+                    f"secondary_tiers[{place}].type: its {name} is {value!r}, but this vLLM knows "
+                    f"only {', '.join(known.__members__)}; correct the class of the tier's type"
+                )
+
+
 def medium_of(tier: ConfiguredTier) -> Medium:
     """Medium of a tier, as vLLM's events and filters name it."""
     return Medium[tier.tier_type.medium]
@@ -59,6 +82,31 @@ def hit_source(tier: ConfiguredTier) -> CacheHitSource:
     if locality_of(tier) is Locality.LOCAL:
         return CacheHitSource.DISK
     return CacheHitSource.EXTERNAL_UNSPECIFIED
+
+
+def cascade_tiers(tiers: Sequence[ConfiguredTier], req_context: ReqContext) -> set[TierId] | None:
+    """Tiers that may get what a request stores (`kv_store_tiers`, in the form of vLLM's
+    `kv_load_tiers`, or names of tiers); None: all of them. What cannot be understood is ignored.
+    """
+    wanted = (req_context.kv_transfer_params or {}).get("kv_store_tiers")
+    if wanted is None:
+        return None
+    if not isinstance(wanted, list) or not all(isinstance(w, str | dict) for w in wanted):
+        log.warning("kv_store_tiers of request %s is not a list: ignored", req_context.req_id)
+        return None
+    return {
+        TierId(place)
+        for place, tier in enumerate(tiers)
+        if any(_matches(tier, one) for one in wanted)
+    }
+
+
+def _matches(tier: ConfiguredTier, wanted: str | Mapping[str, object]) -> bool:
+    if isinstance(wanted, str):
+        return wanted == tier.name
+    kind = tier.tier_type
+    known = {"name": tier.name, "medium": kind.medium, "locality": kind.locality}
+    return all(known.get(word) == value for word, value in wanted.items())
 
 
 def allowed_tiers(tiers: Sequence[ConfiguredTier], req_context: ReqContext) -> set[TierId] | None:

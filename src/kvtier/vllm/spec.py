@@ -27,9 +27,10 @@ from kvtier.layout import CANONICAL_FORMAT, RowLayout
 from kvtier.metrics import METRICS, Kind
 from kvtier.namespace import Namespace
 from kvtier.offloader import Offloader, configure_tiers
-from kvtier.region import Geometry, Offer, available_memory, join, share
+from kvtier.region import Geometry, Offer, join, share, total_memory
 from kvtier.vllm.compat import current_engine_config, require_supported
 from kvtier.vllm.engine_facts import engine_facts, require_known
+from kvtier.vllm.events import require_known_places
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.worker import KVTierWorker, row_layout
 from kvtier.weights import weights_fingerprint
@@ -63,6 +64,7 @@ class KVTierSpec(OffloadingSpec):
         super().__init__(config)
         self.settings = Settings.decode(config.extra_config)
         self._tiers = configure_tiers(self.settings.secondary_tiers)
+        require_known_places(self._tiers)
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
 
@@ -82,12 +84,12 @@ class KVTierSpec(OffloadingSpec):
             num_slots = check_pool(
                 self.settings.cpu_bytes_to_use,
                 layout.row_bytes,
-                available_memory(),
+                total_memory(),  # what is free is checked by the one that makes the region
                 "cpu_bytes_to_use",
             )
             device_type = kv_caches.tensors[0].tensor.device.type
             facts = {
-                "engine": engine_facts(current_engine_config(), device_type),
+                "engine": engine_facts(current_engine_config(), self._layers(), device_type),
                 "layout": self._layout_facts(layout),
             }
             geometry = Geometry(num_slots, layout.row_bytes, parallel.world_size)
@@ -124,6 +126,7 @@ class KVTierSpec(OffloadingSpec):
                     for group in self.config.groups
                 },
                 emit_events=self.kv_events_config.enable_kv_cache_events,
+                prefill_tokens_per_s=self.settings.prefill_tokens_per_s,
             )
             log.info(
                 "kvtier: %d slots of %d bytes in DRAM, tiers %s",
@@ -146,9 +149,10 @@ class KVTierSpec(OffloadingSpec):
                 {
                     "id": group.group_id,
                     "tokens_per_block": group.tokens_per_block,
-                    "layers": list(group.layer_names),
+                    # Ranks of a pipeline have other layers each, which the topology stands for.
+                    "layers": list(group.layer_names) if layout.portable else len(pages),
                 }
-                for group in self.config.groups
+                for group, pages in zip(self.config.groups, layout.groups, strict=True)
             ],
         }
         if not layout.portable:
@@ -184,10 +188,11 @@ class KVTierSpec(OffloadingSpec):
 
     def _windows(self, facts: Mapping[str, Any]) -> frozenset[int]:
         """Groups that vLLM looks up from the right. Wrong here costs time, never bytes."""
-        windowed = set(facts["engine"]["windows"])
-        return frozenset(
+        return frozenset(facts["engine"]["windows"]) | {
             group.group_id
             for group in self.config.groups
             if getattr(group, "sliding_window_size_in_chunks", None) is not None
-            or any(name in windowed for name in group.layer_names)
-        )
+        }
+
+    def _layers(self) -> dict[int, tuple[str, ...]]:
+        return {group.group_id: group.layer_names for group in self.config.groups}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kvtier import metrics
 from kvtier.config import PRIMARY_NAME
+from kvtier.core.health import State
 from kvtier.core.types import TierId
 from kvtier.metrics import Series
 from kvtier.offloader import Offloader
@@ -34,13 +35,12 @@ class Totals:
     def collect(self, internal_errors: int) -> dict[Series, float]:
         """All totals and levels as they stand."""
         totals = dict(self._of_primary())
+        totals[Series(metrics.INTERNAL_ERRORS)] = internal_errors
         for place, tier in enumerate(self._offloader.tiers):
             totals.update(self._of_tier(place, tier.name))
         for name, blocks in self._hit_blocks.items():
             totals[Series(metrics.HIT_BLOCKS, (name,))] = blocks
             totals[Series(metrics.HIT_TOKENS, (name,))] = self._hit_tokens[name]
-        errors = internal_errors + sum(self._offloader.driver_errors)
-        totals[Series(metrics.INTERNAL_ERRORS)] = errors
         return totals
 
     def _of_primary(self) -> Iterator[tuple[Series, float]]:
@@ -49,12 +49,14 @@ class Totals:
         yield Series(metrics.LOOKUP_BLOCKS, label), self.lookups
         yield Series(metrics.SKIPPED_STORE_BLOCKS, label), core.ledger.counts.unstored_blocks
         yield Series(metrics.EXPIRED_WAITS, label), core.ledger.counts.expired_waits
+        yield Series(metrics.RECOMPUTED_BLOCKS, label), core.ledger.counts.recomputed_blocks
+        yield Series(metrics.FILTERED_BLOCKS, label), core.ledger.cascades.filtered
         yield Series(metrics.USED_SLOTS, label), core.pool.used
         yield Series(metrics.TOTAL_SLOTS, label), core.pool.num_slots
         yield Series(metrics.PINNED_SLOTS, label), core.pool.pinned
 
     def _of_tier(self, place: int, name: str) -> Iterator[tuple[Series, float]]:
-        core, counters = self._offloader.core, self._offloader.counters_of(place)
+        core, counters = self._offloader.core, self._offloader.drivers[place].counters()
         label = (name,)
         yield Series(metrics.LOOKUP_BLOCKS, label), counters.lookup_blocks
         yield Series(metrics.READ_BYTES, label), counters.read_bytes
@@ -67,4 +69,10 @@ class Totals:
         skipped = core.ledger.cascades.skipped[place]
         yield Series(metrics.SKIPPED_STORE_BLOCKS, label), skipped
         yield Series(metrics.PINNED_SLOTS, label), core.ledger.cascades.writing[place]
+        reads, writes = core.ledger.reads[place], core.ledger.writes[place]
+        yield Series(metrics.EXPIRED_JOBS, label), core.ledger.counts.expired_jobs[place]
+        yield Series(metrics.DRIVER_ERRORS, label), self._offloader.drivers[place].errors
+        yield Series(metrics.READS_OPEN, label), float(reads.state is not State.CLOSED)
+        yield Series(metrics.WRITES_OPEN, label), float(writes.state is not State.CLOSED)
+        yield Series(metrics.TIMES_OPENED, label), reads.opened + writes.opened
         yield Series(metrics.JOBS_IN_FLIGHT, label), core.ledger.jobs_in_flight[place]

@@ -54,7 +54,9 @@ class KVTierWorker(OffloadingWorker):
         self._region = region
         self._marks = region.marks[rank]
         tensors = [tensor.tensor for tensor in kv_caches.tensors]
-        self._planner = CopyPlanner(layout, device_tensors(kv_caches), region.rows_address)
+        self._planner = CopyPlanner(
+            layout, device_tensors(kv_caches), region.rows_address, region.geometry.num_slots
+        )
         self._executor = make_executor(tensors, region)
         self._stores: dict[int, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {}
         self._refused: list[TransferResult] = []
@@ -75,7 +77,7 @@ class KVTierWorker(OffloadingWorker):
             )
         except LayoutError as error:
             log.error("A store of %d blocks is refused: %s", len(slots), error)
-            self._marks[slots] = Mark.FAILED
+            self._marks[[slot for slot in slots if 0 <= slot < len(self._marks)]] = Mark.FAILED
             self._refused.append(TransferResult(job_id, True, 0, 0.0))
             return True
         self._stores[job_id] = (slots, plan.complete)

@@ -7,8 +7,8 @@ a call, by `process_vm_readv` on the own process. Where that is forbidden, `memm
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import errno
 import logging
 import os
 import threading
@@ -50,6 +50,7 @@ def copy_vectored(source: Addresses, destination: Addresses, size: Addresses) ->
     Raises:
         CopyError: the kernel refused, or copied less than asked.
     """
+    source, destination, size = _cut(source, destination, size)
     remote = np.ascontiguousarray(np.stack((source, size), axis=1).astype(np.uint64))
     local = np.ascontiguousarray(np.stack((destination, size), axis=1).astype(np.uint64))
     pid = os.getpid()
@@ -68,6 +69,21 @@ def copy_vectored(source: Addresses, destination: Addresses, size: Addresses) ->
             )
             raise CopyError(f"copying {count} pieces of memory: {reason}")
         start = stop
+
+
+def _cut(
+    source: Addresses, destination: Addresses, size: Addresses
+) -> tuple[Addresses, Addresses, Addresses]:
+    """The same bytes in pieces that each fit into a call."""
+    counts = -(-size // _BYTES_PER_CALL)
+    if not len(size) or counts.max() <= 1:
+        return source, destination, size
+    index = np.repeat(np.arange(len(size)), counts)
+    offset = (np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)) * (
+        _BYTES_PER_CALL
+    )
+    size = np.minimum(size[index] - offset, _BYTES_PER_CALL)
+    return source[index] + offset, destination[index] + offset, size
 
 
 def copy_piecewise(source: Addresses, destination: Addresses, size: Addresses) -> None:
@@ -149,8 +165,5 @@ class CPUExecutor:
 
 def _use_all_cpus() -> None:
     """The engine pins its main thread to one core, and threads inherit that."""
-    try:
+    with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EPERM):
-            raise

@@ -9,6 +9,7 @@ The rows are registered with the driver, in pieces; where that fails, copies are
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -38,6 +39,7 @@ class _Running:
     ended: Any
     num_bytes: int
     keep: object
+    error: str | None
 
 
 class DeviceExecutor:
@@ -59,23 +61,30 @@ class DeviceExecutor:
         self._storages = _flat_storages(tensors)
         self._rows = torch.from_numpy(region.rows.reshape(-1))
         self._rows_address = region.rows_address
-        self._pins = _Pins(device.type, region)
+        self._pins = _Pins(device, region)
 
     def submit(self, job_id: int, plan: CopyPlan, *, store: bool) -> None:
         """Queue a copy on the direction's stream, behind what the device computes now."""
         stream = self._streams[store]
         started, ended = self._event(), self._event()
         stream.wait_stream(self._module.current_stream(self._device))
+        keep, error = None, None
         with self._module.stream(stream):
             started.record(stream)
-            keep = self._copy(plan, store=store)
-            ended.record(stream)
-        self._running[store].append(_Running(job_id, started, ended, plan.num_bytes, keep))
+            try:
+                keep = self._copy(plan, store=store)
+            except Exception as problem:  # noqa: BLE001 - whatever it was, these bytes are not good
+                error = str(problem)
+            ended.record(stream)  # also behind the copies of a plan that failed half-way
+        self._running[store].append(_Running(job_id, started, ended, plan.num_bytes, keep, error))
 
     def _copy(self, plan: CopyPlan, *, store: bool) -> object:
+        if not len(plan.size):
+            return plan  # another rank's turn to write; drivers refuse an empty batch
         if self._batch_copy is not None:
+            dtype = np.uint64 if self._device.type == "xpu" else np.int64  # as each driver wants
             arrays = tuple(
-                torch.from_numpy(np.ascontiguousarray(array)).clone()
+                torch.from_numpy(np.ascontiguousarray(array).astype(dtype))
                 for array in (plan.source, plan.destination, plan.size)
             )
             # Nothing on the device writes the rows, so a load's source may be read in any order.
@@ -104,7 +113,7 @@ class DeviceExecutor:
                 copy = running.popleft()
                 seconds = copy.started.elapsed_time(copy.ended) / 1e3
                 self._events += (copy.started, copy.ended)
-                done.append(CopyResult(copy.job_id, None, copy.num_bytes, seconds))
+                done.append(CopyResult(copy.job_id, copy.error, copy.num_bytes, seconds))
         return done
 
     def wait(self, job_ids: Collection[int]) -> None:
@@ -137,9 +146,9 @@ def _flat_storages(tensors: Sequence[torch.Tensor]) -> list[tuple[int, torch.Ten
 class _Pins:
     """Registration of the rows with the driver, all of them or none."""
 
-    def __init__(self, device_type: str, region: Region) -> None:
+    def __init__(self, device: torch.device, region: Region) -> None:
         self._registered: list[int] = []
-        if device_type != "cuda":
+        if device.type != "cuda":
             return
         self._runtime: Any = torch.cuda.cudart()
         row_bytes = region.geometry.row_bytes
@@ -155,7 +164,9 @@ class _Pins:
                     int(status),
                 )
                 self.release()
-                self._runtime.cudaGetLastError()
+                # The runtime keeps the failure as its last error, and the next launch reports it.
+                with contextlib.suppress(RuntimeError):
+                    torch.ones(1, device=device)
                 return
             self._registered.append(address)
 

@@ -1,4 +1,4 @@
-"""Options of the whole suite."""
+"""`pytest tests/scenarios --rewrite-scenarios`."""
 
 import pytest
 

@@ -1,0 +1,170 @@
+"""Engines for tests: real vLLM on the CPU, small models with random weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import multiprocessing
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:  # importing it takes ten seconds
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from engine_client import ONE_PROCESS, TWO_RANKS, Engine, Forker, spawn
+
+from kvtier.testing import models as makers
+
+BLOCK = 32
+"""Tokens per GPU block."""
+
+_SHAPES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "gqa": ("make_gqa_model", {"layers": 3, "hidden": 128, "heads": 4, "kv_heads": 2}),
+    "hybrid": ("make_hybrid_model", {"hidden": 128, "heads": 4, "kv_heads": 2, "window": 64}),
+    "mla": ("make_mla_model", {"layers": 2, "hidden": 128, "heads": 4}),
+}
+
+
+def make_model(kind: str, path: Path, **options: Any) -> Path:
+    """One of the small models. Made in a process of its own, since that takes torch."""
+    maker, shape = _SHAPES[kind]
+    arguments = {"path": path, "vocab": 512, "dtype": "float32", **shape, **options}
+    process = multiprocessing.get_context("spawn").Process(
+        target=getattr(makers, maker), kwargs=arguments
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directory of a model by kind: "gqa", "hybrid" or "mla"."""
+    root = tmp_path_factory.mktemp("models")
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = make_model(kind, root / kind)
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forker]:
+    forker = Forker(tmp_path_factory.mktemp("forker") / "log")
+    yield forker
+    forker.close()
+
+
+class Engines:
+    """Makes engines, and stops those that it made."""
+
+    def __init__(self, forker: Forker, model: Callable[[str], Path], logs: Path) -> None:
+        self._forker = forker
+        self._model = model
+        self._logs = logs
+        self._made: list[Engine] = []
+        self._numbers = itertools.count()
+
+    def process(self, environment: Mapping[str, str] = ONE_PROCESS, fresh: bool = False) -> Engine:
+        """A process without an engine yet."""
+        log = self._logs / f"engine-{next(self._numbers)}.log"
+        engine = spawn(environment, log) if fresh else self._forker.fork(environment, log)
+        self._made.append(engine)
+        return engine
+
+    def start(
+        self,
+        kind: str = "gqa",
+        root: Path | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        fresh: bool = False,
+        engine: Mapping[str, Any] | None = None,
+        **connector: Any,
+    ) -> Engine:
+        """A running engine.
+
+        Args:
+            kind: of model.
+            root: directory of the fs tier; no tier if None.
+            environment: of the process.
+            fresh: not a fork.
+            engine: changes to vLLM's arguments.
+            connector: changes to kvtier's settings; None takes one away.
+        """
+        blocks = {"num_gpu_blocks_override": 192} if kind == "hybrid" else {}  # for three groups
+        arguments = engine_arguments(self._model(kind), {**blocks, **(engine or {})})
+        if environment is None:
+            environment = TWO_RANKS if arguments["tensor_parallel_size"] == 2 else ONE_PROCESS
+        made = self.process(environment, fresh)
+        made.call("start", engine=arguments, connector=connector_settings(root, connector))
+        return made
+
+    def stop(self) -> None:
+        for engine in self._made:
+            engine.stop()
+
+
+def engine_arguments(model: Path, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Arguments of `LLM` for a small engine with 95 GPU blocks to use."""
+    return {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": 96,
+        "kv_cache_memory_bytes": 64 << 20,
+        "tensor_parallel_size": 1,
+        "max_num_seqs": 8,
+        **(changes or {}),
+    }
+
+
+def connector_settings(root: Path | None, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`kv_connector_extra_config` for kvtier with one fs tier."""
+    settings: dict[str, Any] = {
+        "spec_name": "KVTierSpec",
+        "spec_module_path": "kvtier.vllm",
+        "cpu_bytes_to_use": "64MiB",
+        "weights_epoch": "test",
+        "secondary_tiers": [{"type": "fs", "root_dir": str(root)}] if root else [],
+        **changes,
+    }
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+@pytest.fixture(scope="module")
+def engines(
+    forker: Forker, model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    engines = Engines(forker, model, tmp_path_factory.mktemp("logs"))
+    yield engines
+    engines.stop()
+
+
+class Prompts:
+    """Prompts that no other test has used."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(20)
+
+    def __call__(self, length: int) -> list[int]:
+        return [self._random.randrange(1, 512) for _ in range(length)]
+
+
+@pytest.fixture(scope="module")
+def prompt() -> Prompts:
+    return Prompts()
+
+
+def block_files(root: Path) -> list[Path]:
+    """Files of blocks below the root of an fs tier."""
+    return sorted(p for p in root.glob("*/??/??/*") if not p.name.endswith(".tmp"))
