@@ -167,11 +167,8 @@ def asks_hang(kvtier: bool) -> Figures:
             run.tier.keep(0, keys_from(0, 16) + keys_from(100, 16) + keys_from(200, 16))
             run.tier.behave(operation, Hang())
             request = run.engine.add("a", range(16))
-            pinned = 0
             while request.answered_at is None and run.engine.steps < 5000:
                 run.engine.step()
-                if request.answered_at is None:
-                    pinned = max(pinned, run.pinned)
             waited = run.engine.steps
             second = run.engine.add("b", range(100, 116))
             while second.answered_at is None and run.engine.steps < 10_000:
@@ -191,9 +188,26 @@ def asks_hang(kvtier: bool) -> Figures:
         figures[f"p3_{name}_hang_seconds_until_answered"] = (waited / 100, "s", "lower")
         figures[f"p3_{name}_hang_steps_until_the_next_is"] = (later, "steps", "lower")
         figures[f"p3_{name}_hang_steps_until_recovered"] = (recovered, "steps", "lower")
-        if operation == "read":
-            figures["p3_reads_hang_slots_pinned_at_most"] = (pinned, "of 64 slots", "lower")
     return figures
+
+
+def many_reads_hang(kvtier: bool) -> Figures:
+    """P-3: eight requests of 16 blocks wait for a tier that ends no read; another one stores."""
+    with world(kvtier, shape=Shape(chunk_blocks=1)) as run:
+        run.tier.behave("read", Hang())
+        runner = run.engine.add("s", range(1 << 32, (1 << 32) + 10_000))
+        for i in range(8):
+            run.tier.keep(0, keys_from(1000 * i, 16))
+            run.engine.add(f"w{i}", range(1000 * i, 1000 * i + 16))
+        pinned = 0
+        for _ in range(500):
+            run.engine.step()
+            pinned = max(pinned, run.pinned)
+        stored = run.cache.stored["s"] / runner.computed
+    return {
+        "p3_many_reads_hang_slots_pinned_at_most": (pinned, "of 64 slots, stores too", "lower"),
+        "p3_many_reads_hang_stores_served": (stored, "share of blocks", "higher"),
+    }
 
 
 def other_tier(kvtier: bool) -> Figures:
@@ -305,6 +319,7 @@ SCENARIOS: tuple[Callable[[bool], Figures], ...] = (
     stores_fail,
     stores_hang,
     asks_hang,
+    many_reads_hang,
     other_tier,
     tier_raises,
     shared_prefix,
