@@ -32,7 +32,9 @@ def main(doc: str, measure: Callable[[], list[Row]], *parents: argparse.Argument
     options = parser.parse_args()
     rows = measure()
     if options.json:
-        print(json.dumps({"rows": [{**asdict(row), "ratio": row.ratio} for row in rows]}))
+        ratios = [row.ratio if row.baseline else None for row in rows]
+        report = [{**asdict(row), "ratio": ratio} for row, ratio in zip(rows, ratios, strict=True)]
+        print(json.dumps({"rows": report}))
         return
     print(doc.strip().splitlines()[0])
     print(f"{'':44}{'kvtier':>12}{'baseline':>12}{'ratio':>9}")

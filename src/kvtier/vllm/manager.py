@@ -234,7 +234,8 @@ class KVTierManager(OffloadingManager):
         try:
             if self._off:
                 return
-            for request_id in context.new_req_ids:
+            # One that is preempted will ask afresh, with a wait of its own.
+            for request_id in (*context.new_req_ids, *context.preempted_req_ids):
                 self._core.settle_request(request_id)
             self._begin()
             self._offloader.end()
