@@ -115,7 +115,7 @@ class TieringManager:
             if request.deadline == deadline and not request.given_up:
                 self._give_up(request)
         readable = [t for t in self.tiers if ledger.reads[t].allows(now)]
-        self._ranked = tuple(sorted(readable, key=self._wait_of))
+        self._ranked = tuple(sorted(readable, key=lambda t: ledger.speeds[t].expect(1, now)))
 
     def end_step(self) -> list[Command]:
         """Decide what to ask of the tiers now."""
@@ -209,11 +209,6 @@ class TieringManager:
         self._admission.withdraw(request)
         for probers in self._probers:
             probers.pop(request, None)
-
-    # -- tiers ------------------------------------------------------------
-
-    def _wait_of(self, tier: TierId) -> float:
-        return self._ledger.speeds[tier].expect(1, self._now)
 
     # -- lookup and promotion ---------------------------------------------
 
