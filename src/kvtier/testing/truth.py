@@ -122,7 +122,7 @@ class Truth(RuleBasedStateMachine):
         self.log: dict[TierId | None, set[BlockKey]] = {None: set()}
         self.log.update({TierId(t): set() for t in range(NUM_TIERS)})
         self.reads: list[BlockKey] = []
-        self.trials = {(t, w): Trials() for t in range(NUM_TIERS) for w in (False, True)}
+        self.trials = {(t, w): Trials() for t in sorted(ALL_TIERS) for w in (False, True)}
         self.sent: dict[JobId, float] = {}  # when each running command was submitted
         self.tickets = 0
         self.strangers = 1000  # blocks that nobody asked for before
@@ -186,7 +186,7 @@ class Truth(RuleBasedStateMachine):
     def _check_circuits(self) -> None:
         """An open circuit is left alone, nobody waits for it, and it has one trial at a time."""
         ledger = self.manager.ledger
-        live: dict[tuple[int, bool], list[Command]] = {place: [] for place in self.trials}
+        live: dict[tuple[TierId, bool], list[Command]] = {place: [] for place in self.trials}
         for job in ledger._jobs.values():
             if not job.abandoned:
                 live[job.command.tier, isinstance(job.command, Write)].append(job.command)
@@ -210,8 +210,8 @@ class Truth(RuleBasedStateMachine):
     def _observe_circuits(self, heard: Iterable[Completion], live: set[JobId]) -> None:
         """After a step began: do circuits open when they should, and for as long as they should?"""
         ledger = self.manager.ledger
-        failed: set[tuple[int, bool]] = set()
-        alive: set[tuple[int, bool]] = set()
+        failed: set[tuple[TierId, bool]] = set()
+        alive: set[tuple[TierId, bool]] = set()
         for completion in heard:
             if not isinstance(completion, Done) or completion.job not in self.unheard:
                 continue
