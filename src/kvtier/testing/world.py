@@ -154,16 +154,10 @@ class World:
             self.step()
         raise AssertionError(f"{name} was not answered in {most} steps")
 
-    def serve(self, name: str, prompt: Iterable[int], dt: float = 0.0) -> int:
-        """A whole request, in which every command takes `dt` seconds; returns its hit."""
-        self.open(name, prompt)
-        hit = self.ask(name)
-        for _ in range(8):
-            if hit is not None:
-                break
-            self.step(dt)
-            hit = self.ask(name)
-        assert hit is not None, "a request without an answer"
+    def serve(self, name: str, prompt: Iterable[int], tiers: Iterable[TierId] | None = None) -> int:
+        """A whole request; returns its hit."""
+        self.open(name, prompt, tiers)
+        hit = self.until_answered(name)
         self.load(name, hit)
         self.loaded(name)
         return hit
