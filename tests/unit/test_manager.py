@@ -369,6 +369,19 @@ def test_settling_in_the_step_of_the_question_leaves_no_wait() -> None:
     world.manager.check()
 
 
+def test_who_was_settled_asks_afresh_even_in_the_same_step() -> None:
+    world = World(8, 4)
+    world.store("x", [0])
+    world.hung.add(T0)
+    world.open("a", [0, 1])
+    assert world.ask("a") is None
+    world.step()
+    assert world.ask("a") is None
+    world.manager.settle_request("a")
+    request = world.requests["a"]
+    assert world.manager.lookup(request, key_of(0)) is Lookup.HIT
+
+
 def test_a_deadline_in_the_step_of_the_question_is_the_end() -> None:
     world = World(4, 4, wait_max_s=5.0)
     request = world.manager.open_request("a")

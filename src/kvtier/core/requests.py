@@ -122,3 +122,4 @@ class Request:
         self.denied.clear()
         self.given_up = False
         self.deadline = None
+        self.step = -1
