@@ -399,6 +399,56 @@ def test_an_unsent_probe_is_not_sent_to_a_tier_that_opened() -> None:
     assert world.ask("b") == 0
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_jobs_that_miss_their_deadline_open_the_circuit(reads: bool) -> None:
+    """Even where others are answered meanwhile, so that nothing stalls."""
+    patience = Patience(failures_max=2, stall_s=1000.0)
+    world = World(16, 8, writing=8, patience=patience, job_deadline_s=5.0, wait_max_s=50.0)
+    world.hung.add(T0)
+    ledger = world.manager.ledger
+    circuit = (ledger.reads if reads else ledger.writes)[T0]
+    for n in range(2):
+        assert circuit.state is State.CLOSED
+        if reads:
+            world.open(str(n), [n])
+            world.ask(str(n))
+        else:
+            world.store("x", [n])
+        world.step(5.0)
+    assert circuit.state is State.OPEN
+    assert circuit.fault is Fault.STALLED
+    assert ledger.counts.expired_jobs == [2]
+    assert all(world.ask(name) == 0 for name in world.requests)
+
+
+def test_writes_that_bring_nothing_are_failures_whatever_the_driver_says() -> None:
+    world = World(16, 8, patience=PATIENCE)
+    world.hung.add(T0)
+    for n in range(3):
+        world.store("x", [n])
+        (write,) = world.step()
+        world.inbox.append(Done(write.job))
+        world.step()
+    assert world.manager.ledger.writes[T0].fault is Fault.ERROR
+    assert world.manager.ledger.writes[T0].state is State.OPEN
+
+
+def test_a_write_that_succeeds_in_part_is_no_failure() -> None:
+    world = World(16, 8, patience=PATIENCE)
+    world.hung.add(T0)
+    for n in range(0, 8, 2):
+        world.store("x", [n, n + 1])
+        (write,) = world.step()
+        world.inbox.append(Done(write.job, frozenset(write.keys[:1]), Fault.ERROR))
+        world.step()
+    assert world.manager.ledger.writes[T0].state is State.CLOSED
+    world.store("x", [9, 10])
+    (write,) = world.step()
+    world.inbox.append(Done(write.job, frozenset(write.keys[:1]), Fault.FULL))
+    world.step()
+    assert world.manager.ledger.writes[T0].state is State.OPEN, "the rest will fail again"
+
+
 def test_absence_is_no_fault() -> None:
     world = World(16, 4, patience=PATIENCE)
     for n in range(20):

@@ -205,7 +205,7 @@ class Truth(RuleBasedStateMachine):
             times = [self.sent[c.job] for c in jobs if c.job in self.sent]
             if times:
                 since = max(min(times), trial.heard_at)
-                assert self.now < since + STALL_S, "a tier stalls unnoticed"
+                assert self.now < since + self.limits.patience.stall_s, "a tier stalls unnoticed"
 
     def _observe_circuits(self, heard: Iterable[Completion], live: set[JobId]) -> None:
         """After a step began: do circuits open when they should, and for as long as they should?"""
