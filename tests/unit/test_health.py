@@ -72,8 +72,7 @@ def test_a_trial_that_fails_doubles_the_backoff_up_to_its_bound(end: str) -> Non
     it, now, waits = opened(), 0.0, []
     for _ in range(4):
         start = now
-        while not it.allows(now):
-            now += 0.5
+        now = next(start + n / 2 for n in range(100) if it.allows(start + n / 2))
         waits.append(now - start)
         it.submitted(now, moves=True)
         if end == "failed":
