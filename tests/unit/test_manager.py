@@ -3,134 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 import pytest
 
-from kvtier.core.limits import Limits
-from kvtier.core.manager import TieringManager
 from kvtier.core.policies.lru import LRU
-from kvtier.core.pool import BlockPool, Policy
 from kvtier.core.types import (
     BlockKey,
     Cleared,
-    Command,
-    Completion,
     Done,
     Dropped,
     JobId,
     Lookup,
     Probe,
-    Read,
     Reason,
     Removed,
     Stored,
-    TierId,
-    Write,
 )
 from kvtier.testing.engine import Groups, key_of, scan
-
-T0, T1 = TierId(0), TierId(1)
-
-
-class World:
-    """A manager, the engine above it and the tiers below it."""
-
-    def __init__(
-        self,
-        slots: int,
-        promoting: int,
-        *,
-        writing: int = 4,
-        tiers: int = 1,
-        groups: Groups | None = None,
-        policy: Policy | None = None,
-        **limits: float,
-    ) -> None:
-        self.groups = groups or Groups()
-        self.limits = Limits(promoting, writing, **limits)  # type: ignore[arg-type]
-        self.pool = BlockPool(slots, LRU(slots) if policy is None else policy)
-        windows = frozenset(self.groups.windows or ())
-        self.manager = TieringManager(self.pool, tiers, 0.0, self.limits, windows)
-        self.now = 0.0
-        self.holding: list[set[BlockKey]] = [set() for _ in range(tiers)]
-        self.hung: set[TierId] = set()
-        self.stuck: list[Command] = []
-        self.inbox: list[Completion] = []
-        self.reads: Counter[BlockKey] = Counter()
-        self.used = 0
-        self.prompts: dict[str, tuple[int, ...]] = {}
-        self.requests: dict[str, object] = {}
-        self.manager.begin_step(0.0)
-
-    def fill(self, tier: TierId, prompt: Iterable[int]) -> None:
-        self.holding[tier] |= {key_of(i, g) for g in self.groups.order for i in prompt}
-
-    def open(self, name: str, prompt: Iterable[int]) -> None:
-        self.prompts[name] = tuple(prompt)
-        self.requests[name] = self.manager.open_request(name)
-
-    def ask(self, name: str) -> int | None:
-        request = self.requests[name]
-        return scan(
-            lambda key: self.manager.lookup(request, key),  # type: ignore[arg-type]
-            self.prompts[name],
-            self.groups,
-        )
-
-    def load(self, name: str, hit: int) -> None:
-        keys = self.groups.needed(self.prompts[name], hit)
-        assert None not in self.manager.prepare_load(name, keys), "a HIT was not there"
-        self.used += len(keys)
-
-    def loaded(self, name: str) -> None:
-        self.manager.complete_load(name)
-        self.manager.finish_request(name)
-        del self.requests[name]
-
-    def step(self, dt: float = 0.0) -> list[Command]:
-        """End the step; tiers that do not hang answer at once, to the next step."""
-        commands = self.manager.end_step()
-        self.manager.check()
-        for command in commands:
-            self.stuck.append(command) if command.tier in self.hung else self.answer(command)
-        self.now += dt
-        inbox, self.inbox = self.inbox, []
-        self.manager.begin_step(self.now, inbox)
-        self.manager.check()
-        return commands
-
-    def answer(self, command: Command) -> None:
-        tier = self.holding[command.tier]
-        if isinstance(command, Write):
-            tier.update(command.keys)
-        elif isinstance(command, Read):
-            self.reads.update(command.keys)
-        self.inbox.append(Done(command.job, frozenset(k for k in command.keys if k in tier)))
-
-    def until_answered(self, name: str, most: int = 8) -> int:
-        for _ in range(most):
-            hit = self.ask(name)
-            if hit is not None:
-                return hit
-            self.step()
-        raise AssertionError(f"{name} was not answered in {most} steps")
-
-    def store(self, name: str, prompt: Iterable[int]) -> list[BlockKey]:
-        """Store blocks of group 0 at once; returns those that had room."""
-        slots = self.manager.prepare_store(name, [key_of(i) for i in prompt])
-        self.manager.complete_store(slots)
-        return list(slots)
-
-    def whole(self) -> None:
-        """All ended: nothing may be left."""
-        self.step()
-        self.step()
-        assert self.pool.available == self.pool.num_slots
-        assert not any(self.manager.ledger.jobs_in_flight)
-        assert self.manager.ledger.promoting == 0
-        assert not self.manager.busy
-
+from kvtier.testing.world import T0, T1, World
 
 # -- prefixes longer than the pool, more requests than slots ------------------
 
@@ -478,6 +368,19 @@ def test_settling_in_the_step_of_the_question_leaves_no_wait() -> None:
     world.manager.end_step()
     assert not request.waiting
     world.manager.check()
+
+
+def test_who_was_settled_asks_afresh_even_in_the_same_step() -> None:
+    world = World(8, 4)
+    world.store("x", [0])
+    world.hung.add(T0)
+    world.open("a", [0, 1])
+    assert world.ask("a") is None
+    world.step()
+    assert world.ask("a") is None
+    world.manager.settle_request("a")
+    request = world.requests["a"]
+    assert world.manager.lookup(request, key_of(0)) is Lookup.HIT
 
 
 def test_a_deadline_in_the_step_of_the_question_is_the_end() -> None:

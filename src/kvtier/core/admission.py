@@ -5,16 +5,15 @@ budget now, else they wait for their turn and hold nothing for it. What can neve
 once (`kvtier.core.plans`). A request that holds something is never made to wait: what does not fit
 then is denied. So nobody waits for a slot that somebody holds who waits.
 
-What takes longer to read than to compute is denied too, where both are known.
+What takes longer to read than to compute, where both are known, or longer than the request may
+wait, is denied too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from operator import ge
 
-from kvtier.core.health import State
 from kvtier.core.ledger import Ledger
 from kvtier.core.limits import Limits
 from kvtier.core.plans import Plan, plan
@@ -29,7 +28,7 @@ class Admission:
 
     Attributes:
         block_s: seconds that the engine takes to compute the tokens of one block; None if unknown.
-        hurry: tells how long, in seconds, a request should still wait at most.
+        hurry: tells for how long, in seconds, a request should wait at most from now.
     """
 
     def __init__(
@@ -82,44 +81,46 @@ class Admission:
     def _grant(self, request: Request) -> bool:
         """Promote what a request wishes for; False if it has to wait for its turn."""
         ledger = self._ledger
-        taken = (ledger.promoting, sum(ledger.reading), -self._pool.available)
-        if request.refused is not None and all(map(ge, taken, request.refused)):
+        free = (ledger.freed, self._pool.available)
+        if (last := request.refused) is not None and free[0] == last[0] and free[1] <= last[1]:
             return False  # nothing came free since
         if not self._still_true(request):
             return True  # the world changed while it waited: let it ask again
-        budget_max = self._budget_max(request)
-        granted = plan(request.scan, request.wishes, self._pool, budget_max, self._windows)
+        # Hung reads are out of reach for long.
+        budget_max = min(self._limits.promoting_max, self._pool.num_slots) - sum(ledger.stuck)
+        rooms = {tier: self._room(tier) for tier in set(request.wishes.values())}
+        granted = plan(request.scan, request.wishes, self._pool, budget_max, self._windows, rooms)
         request.denied.update(granted.cut)
         if not granted.missing and not granted.filling:
             return True
         by_tier: dict[TierId, list[BlockKey]] = {}
         for key in granted.missing:
             by_tier.setdefault(request.wishes[key], []).append(key)
-        if self._slower_than_computing(by_tier):
-            ledger.counts.recomputed_blocks += len(granted.missing)
-            request.denied.update(granted.missing)
-            return True
+        computing = self.computing_s((*granted.missing, *granted.filling))
+        if late := self._too_late(request, by_tier, computing):
+            ledger.counts.recomputed_blocks += len(late)
+            request.denied.update(late)
+            return True  # let it ask for the rest
+        if computing is not None:
+            self.hurry(request, computing)
         if not self._fits(granted, by_tier):
             if granted.missing and not request.held:
-                request.refused = taken
+                request.refused = free
                 return False
             request.denied.update(granted.missing)  # it holds something: it must not wait
             return True
         self._promote(request, granted, by_tier)
         return True
 
-    def _budget_max(self, request: Request) -> int:
-        """The most that one grant may take: hung reads are out of reach for long."""
+    def _room(self, tier: TierId) -> int:
+        """The most that one grant may read from a tier."""
         ledger = self._ledger
-        most = min(self._limits.promoting_max, self._pool.num_slots) - sum(ledger.stuck)
-        for tier in set(request.wishes.values()):
-            most = min(most, self._reading_max - ledger.stuck[tier])
-        return max(most, 0)
+        return ledger.reads[tier].takes(self._reading_max - ledger.stuck[tier], ledger.now)
 
     def _still_true(self, request: Request) -> bool:
         """Whether every wish can still be had where it was seen."""
-        presence, reads = self._ledger.presence, self._ledger.reads
-        if any(reads[tier].state is State.OPEN for tier in set(request.wishes.values())):
+        presence, reads, now = self._ledger.presence, self._ledger.reads, self._ledger.now
+        if not all(reads[tier].allows(now) for tier in set(request.wishes.values())):
             return False
         return all(presence[t].beliefs.get(key) == PRESENT for key, t in request.wishes.items())
 
@@ -131,12 +132,21 @@ class Admission:
             and all(reading[t] + len(keys) <= self._reading_max for t, keys in by_tier.items())
         )
 
-    def _slower_than_computing(self, by_tier: dict[TierId, list[BlockKey]]) -> bool:
-        computing = self.computing_s(key for keys in by_tier.values() for key in keys)
-        if computing is None or not by_tier:
-            return False
-        speeds = self._ledger.speeds
-        return max(speeds[t].expect(len(keys)) for t, keys in by_tier.items()) > computing
+    def _too_late(
+        self, request: Request, by_tier: dict[TierId, list[BlockKey]], computing: float | None
+    ) -> list[BlockKey]:
+        """What would come later than it is computed, or than the request may wait."""
+        assert request.deadline is not None, "a wish begins a wait"
+        speeds, now = self._ledger.speeds, self._ledger.now
+        patience = request.deadline - now
+        if computing is not None:
+            patience = min(patience, computing)
+        return [
+            key
+            for tier, keys in by_tier.items()
+            if speeds[tier].expect(len(keys), now) > patience
+            for key in keys
+        ]
 
     def computing_s(self, keys: Iterable[BlockKey]) -> float | None:
         """Seconds to compute what these blocks hold; None if the engine's rate is unknown."""
@@ -158,8 +168,6 @@ class Admission:
                 self._ledger.wait_for_fill(request, block.fill, block)
         for tier, keys in by_tier.items():
             self._ledger.promote(tier, keys, request)
-        if (computing := self.computing_s(granted.missing)) is not None:
-            self.hurry(request, computing)
 
 
 def _arrival(request: Request) -> int:

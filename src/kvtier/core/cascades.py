@@ -18,8 +18,8 @@ from kvtier.core.types import BlockKey, TierId
 class Writer(Protocol):
     """What cascades need of the ledger."""
 
-    def may_write(self, tier: TierId) -> bool:
-        """Whether the tier takes writes now."""
+    def takes(self, tier: TierId, blocks: int) -> int:
+        """How many of so many blocks the tier takes in one write now."""
         ...
 
     def write(self, tier: TierId, blocks: Sequence[Block]) -> None:
@@ -67,7 +67,7 @@ class Cascades:
         """Write blocks to one tier, as far as its budget goes; what is over is owed."""
         beliefs = self._presence[tier].beliefs
         fresh = [b for b in blocks if beliefs.get(b.key) != PRESENT]
-        room = self._writing_max - self.writing[tier] if self._writer.may_write(tier) else 0
+        room = self._writer.takes(tier, self._writing_max - self.writing[tier])
         if len(fresh) > room:
             self.skipped[tier] += len(fresh) - room
             self.owe(tier, [b.key for b in fresh[room:]])

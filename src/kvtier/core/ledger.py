@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from kvtier.core.cascades import Cascades
+from kvtier.core.counts import Counts
 from kvtier.core.health import REPEATING, Circuit, Speed
 from kvtier.core.lending import Lending
 from kvtier.core.limits import Limits
@@ -36,17 +36,6 @@ from kvtier.core.types import (
 )
 
 
-@dataclass(slots=True)
-class Counts:
-    """Running totals of decisions that no command, completion or event shows."""
-
-    expired_jobs: list[int] = field(default_factory=list)  # per tier: gave up at the deadline
-    unstored_blocks: int = 0  # of the device: no slot was free or evictable
-    expired_waits: int = 0  # requests whose deadline passed
-    expired_holds: int = 0  # blocks let go before their request loaded them
-    recomputed_blocks: int = 0  # in a tier, but faster to compute than to read
-
-
 class Ledger:
     """See the module. `now` is set by the manager at the start of each step.
 
@@ -58,6 +47,7 @@ class Ledger:
         reading: slots being read into, per tier, those of hung reads included.
         stuck: of these, the slots of reads that were given up.
         promoting: slots being read into, or held.
+        freed: counts what makes room for promotions, or rules out some that wait for it.
         storing: slots that the device is storing into.
         cascades, lending: see there.
     """
@@ -72,6 +62,7 @@ class Ledger:
         self.reading = [0] * num_tiers
         self.stuck = [0] * num_tiers
         self.promoting = 0
+        self.freed = 0
         self.storing = 0
         self.jobs_in_flight = [0] * num_tiers  # whose `Done` has not come, abandoned or not
         self.counts = Counts([0] * num_tiers)
@@ -94,8 +85,15 @@ class Ledger:
         return self._live > 0 or self.lending.running > 0 or bool(self._outbox)
 
     def take_commands(self) -> list[Command]:
-        """Commands since the last call."""
-        commands, self._outbox = self._outbox, []
+        """Commands since the last call, but for writes that were given up before they were sent."""
+        commands = []
+        for command in self._outbox:
+            job = self._jobs.get(command.job)
+            if job is not None and job.abandoned:
+                self._recall(self._jobs.pop(command.job))
+            else:
+                commands.append(command)
+        self._outbox.clear()
         return commands
 
     def take_events(self) -> list[Event]:
@@ -140,9 +138,9 @@ class Ledger:
         command = Read(tier, self._new_job(), tuple(keys), slots, self.epoch)
         self._submit(command, fill.blocks, fill)
 
-    def may_write(self, tier: TierId) -> bool:
-        """Whether the tier takes writes now."""
-        return self.writes[tier].allows(self.now)
+    def takes(self, tier: TierId, blocks: int) -> int:
+        """How many of so many blocks the tier takes in one write now."""
+        return self.writes[tier].takes(blocks, self.now)
 
     def write(self, tier: TierId, blocks: Sequence[Block]) -> None:
         """Submit a write of pinned blocks."""
@@ -191,6 +189,7 @@ class Ledger:
     def _release_hold(self, block: Block) -> None:
         block.holds -= 1
         self.promoting -= block.holds == 0
+        self.freed += block.holds == 0
 
     # -- completions ------------------------------------------------------
 
@@ -207,14 +206,12 @@ class Ledger:
         self._live -= not job.abandoned
         self.jobs_in_flight[tier] -= 1
         good = [key for key in command.keys if key in ok]
-        bad = (
-            [key for key in command.keys if key not in ok] if len(good) < len(command.keys) else []
-        )
+        bad = [] if len(good) == len(command.keys) else [k for k in command.keys if k not in ok]
         # A tier that did part of a job works; unless it says that the rest will fail again.
         problem = fault if fault in REPEATING or not good else None
         if fault is None and bad and isinstance(command, Write) and not good:
             problem = Fault.ERROR
-        self._circuit_of(command).ended(self.now, problem)
+        opened = self._tell_circuit(job, problem, moved=bool(good))
         current = command.epoch == self.epoch
         match command:
             case Probe():
@@ -227,35 +224,46 @@ class Ledger:
             case Write():
                 if current:
                     self._believe(tier, good, bad, Reason.FAILED)
+                    self.cascades.owe(tier, bad)
                 self.cascades.ended(tier, job.blocks)
             case Read():
                 if current and not job.abandoned:
                     self._believe(tier, (), bad)
-                self.speeds[tier].ended(len(command.keys), job.submitted_at, self.now)
+                if not job.abandoned:
+                    self.speeds[tier].ended(
+                        len(command.keys), len(good), job.submitted_at, self.now
+                    )
+                self.freed += 1
                 self.reading[tier] -= len(job.blocks)
                 self.stuck[tier] -= len(job.blocks) if job.abandoned else 0
                 self._settle_read(job, ok)
+        if opened:
+            self._abandon_all(tier, reads=not isinstance(command, Write))
 
     def lost(self, tier: TierId, keys: Sequence[BlockKey], reason: Reason) -> None:
         """A tier gave up blocks, or turned out not to have them."""
         gone = self.presence[tier].set_absent(keys, self.now)
-        self.cascades.owe(tier, keys if reason is Reason.FAILED else gone)
+        self.cascades.owe(tier, gone)
         if gone:
             self._events.append(Removed(tier, tuple(gone), reason))
 
     def expire(self) -> None:
         """Give up jobs, holds and leases whose time has passed, and jobs of tiers that stall."""
+        now = self.now
         for reads, circuits in ((True, self.reads), (False, self.writes)):
             for place, circuit in enumerate(circuits):
-                if circuit.stalled(self.now):
+                if circuit.stalled(now):
                     self._abandon_all(TierId(place), reads=reads)
-        self.lending.expire(self.now)
-        while self._deadlines and self._deadlines[0].deadline <= self.now:
+        self.lending.expire(now)
+        while self._deadlines and self._deadlines[0].deadline <= now:
             job = self._deadlines.popleft()
-            if job.command.job in self._jobs and not job.abandoned:
-                self._circuit_of(job.command).missed(self.now)
+            command = job.command
+            if command.job in self._jobs and not job.abandoned:
+                opened = self._circuit_of(command).missed(now, moves=job.moves)
                 self._abandon(job)
-        while self._holds and self._holds[0][0] <= self.now:
+                if opened:
+                    self._abandon_all(command.tier, reads=not isinstance(command, Write))
+        while self._holds and self._holds[0][0] <= now:
             until, request = self._holds.popleft()
             if request.held and request.held_until == until:
                 self.counts.expired_holds += len(request.held)
@@ -303,7 +311,8 @@ class Ledger:
             self._pool.unpin(block)
 
     def _abandon_all(self, tier: TierId, *, reads: bool) -> None:
-        """Nobody waits for a tier that stalls."""
+        """Its circuit opened: nobody waits for it."""
+        self.freed += 1
         for job in self._jobs.values():
             if (
                 job.command.tier == tier
@@ -311,6 +320,14 @@ class Ledger:
                 and isinstance(job.command, Write) != reads
             ):
                 self._abandon(job)
+
+    def _tell_circuit(self, job: Job, problem: Fault | None, *, moved: bool) -> bool:
+        """Whether the circuit opened since a job ended."""
+        circuit = self._circuit_of(job.command)
+        if job.abandoned:
+            circuit.late(self.now, alive=problem is None)
+            return False
+        return circuit.ended(self.now, problem, moves=job.moves, moved=job.moves and moved)
 
     def _circuit_of(self, command: Command) -> Circuit:
         circuits = self.writes if isinstance(command, Write) else self.reads
@@ -329,7 +346,10 @@ class Ledger:
             if isinstance(command, Probe):
                 keys = self.presence[command.tier].unanswered(keys, command.job)
             self.lost(command.tier, keys, Reason.FAILED)
+            if isinstance(command, Write):
+                self.cascades.owe(command.tier, keys)
         if job.fill is not None:
+            self.speeds[command.tier].given_up(len(job.blocks))
             self.stuck[command.tier] += len(job.blocks)
             self.end_fill(job.fill, ())
             for block in job.fill.blocks:
@@ -342,11 +362,15 @@ class Ledger:
         """Forget every key of the primary now. Jobs that were sent run on; their results are
         ignored, and their slots come back with their `Done`.
         """
-        for command in self._outbox:
-            if not isinstance(command, Lend):
+        self.epoch += not keep_tiers
+        unsent, self._outbox = self._outbox, []
+        for command in unsent:
+            if isinstance(command, Lend):  # an answer to a tier is still due
+                self._outbox.append(self.lending.recall(command, self.epoch))
+            else:
                 self._recall(self._jobs.pop(command.job))
-        # An answer to a tier is still due: it names what was readable when it asked.
-        self._outbox = [command for command in self._outbox if isinstance(command, Lend)]
+        if not keep_tiers:
+            self.lending.end_all()
         blocks = tuple(self._pool.blocks.values())
         if readable := tuple([b.key for b in blocks if b.ready]):
             self._events.append(Removed(None, readable, Reason.RESET))
@@ -360,7 +384,6 @@ class Ledger:
         self.cascades.reset()
         self._events.append(Cleared(None))
         if not keep_tiers:
-            self.epoch += 1
             for tier, presence in enumerate(self.presence):
                 if gone := tuple([k for k, b in presence.beliefs.items() if b == PRESENT]):
                     self._events.append(Removed(TierId(tier), gone, Reason.RESET))
@@ -373,7 +396,8 @@ class Ledger:
         assert isinstance(command, Write), "probes and reads are sent in the step of their decision"
         self._live -= not job.abandoned
         self.jobs_in_flight[command.tier] -= 1
-        self.writes[command.tier].withdrawn()
+        if not job.abandoned:
+            self.writes[command.tier].withdrawn(moves=True)
         self.cascades.ended(command.tier, job.blocks)
 
     # -- jobs -------------------------------------------------------------
@@ -386,7 +410,7 @@ class Ledger:
         self, command: Command, blocks: Sequence[Block] = (), fill: Fill | None = None
     ) -> Job:
         job = Job(command, self.now, self.now + self._limits.job_deadline_s, blocks, fill)
-        self._circuit_of(command).submitted(self.now)
+        self._circuit_of(command).submitted(self.now, moves=job.moves)
         self._jobs[command.job] = job
         self._deadlines.append(job)
         self._live += 1

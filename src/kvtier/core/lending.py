@@ -77,7 +77,7 @@ class Lending:
     def renew(self, job: JobId, now: float) -> None:
         """The tier still needs it. Too late, or for too long, is no renewal."""
         lease = self.leases.get(job)
-        if lease is not None and not lease.ended:
+        if lease is not None and not lease.ended and now < lease.until:
             lease.until = min(now + self.lease_s, lease.at_most_until)
 
     def expire(self, now: float) -> None:
@@ -86,15 +86,32 @@ class Lending:
             if now >= lease.until:
                 lease.ended = True
 
+    def recall(self, command: Lend, epoch: int) -> Lend:
+        """A reset came before the answer was sent: nothing can be lent any more."""
+        lease = self.leases[command.job]
+        self._give_back(lease)
+        missing = command.keys + command.missing
+        lease.command = Lend(command.tier, command.job, command.ticket, (), (), missing, epoch)
+        return lease.command
+
+    def end_all(self) -> None:
+        """What is lent belongs to an epoch that has ended."""
+        for lease in self.leases.values():
+            lease.ended = True
+
     def done(self, job: JobId) -> bool:
         """The tier has finished with a lease; False if there is none of this name."""
         lease = self.leases.pop(job, None)
         if lease is None:
             return False
+        self._give_back(lease)
+        return True
+
+    def _give_back(self, lease: Lease) -> None:
         self.lent -= len(lease.blocks)
         for block in reversed(lease.blocks):
             self.pool.unpin(block)
-        return True
+        lease.blocks = ()
 
     @property
     def running(self) -> int:

@@ -25,6 +25,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvtier.core.admission import Admission
+from kvtier.core.borrowers import Borrowers
 from kvtier.core.ledger import Ledger
 from kvtier.core.limits import Limits
 from kvtier.core.pool import Block, BlockPool
@@ -79,7 +80,9 @@ class TieringManager:
         self._ranked = self.tiers  # that may be read now, the fastest first
         self._arrivals = 0
         self._requests: dict[str, Request] = {}
-        self._borrowers: dict[Request, Wanted] = {}
+        self._borrowers = Borrowers(
+            self.tiers, self._ledger, limits.lending_max, self.lookup, self._settle
+        )
         self._to_probe: list[dict[BlockKey, None]] = [{} for _ in self.tiers]
         self._probers: list[dict[Request, None]] = [{} for _ in self.tiers]
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap
@@ -102,7 +105,8 @@ class TieringManager:
                 case Dropped(tier, keys, reason):
                     ledger.lost(tier, keys, reason)
                 case Wanted():
-                    self._lend(completion)
+                    self._arrivals += 1
+                    self._borrowers.ask(completion, self._arrivals)
                 case Renewed(job):
                     ledger.lending.renew(job, now)
         ledger.expire()
@@ -110,14 +114,17 @@ class TieringManager:
             deadline, _, request = heapq.heappop(self._deadlines)
             if request.deadline == deadline and not request.given_up:
                 self._give_up(request)
-        self._ranked = tuple(sorted(self._readable(), key=self._wait_of))
+        readable = [t for t in self.tiers if ledger.reads[t].allows(now)]
+        self._ranked = tuple(sorted(readable, key=lambda t: ledger.speeds[t].expect(1, now)))
 
     def end_step(self) -> list[Command]:
         """Decide what to ask of the tiers now."""
-        self._serve_borrowers()
+        self._borrowers.serve()
         for tier in self.tiers:
             if self._to_probe[tier]:
-                self._ledger.probe(tier, tuple(self._to_probe[tier]), self._probers[tier])
+                # It may have stopped answering since: whoever asked asks again.
+                if self._ledger.reads[tier].allows(self._now):
+                    self._ledger.probe(tier, tuple(self._to_probe[tier]), self._probers[tier])
                 self._to_probe[tier].clear()
                 self._probers[tier] = {}
         self._admission.grant_in_turn()
@@ -203,36 +210,6 @@ class TieringManager:
         for probers in self._probers:
             probers.pop(request, None)
 
-    # -- tiers ------------------------------------------------------------
-
-    def _readable(self) -> list[TierId]:
-        return [t for t in self.tiers if self._ledger.reads[t].allows(self._now)]
-
-    def _wait_of(self, tier: TierId) -> float:
-        return self._ledger.speeds[tier].expect(1)
-
-    def _lend(self, wanted: Wanted) -> None:
-        if not wanted.promote:
-            self._ledger.lend(wanted)
-            return
-        # Ask for it as a request would; never of the tier that asks.
-        self._arrivals += 1
-        others = tuple(t for t in self.tiers if t != wanted.tier)
-        self._borrowers[Request(f"ticket {wanted.ticket}", self._arrivals, others)] = wanted
-
-    def _serve_borrowers(self) -> None:
-        for borrower, wanted in tuple(self._borrowers.items()):
-            waits = False
-            for key in wanted.keys:
-                answer = self.lookup(borrower, key)
-                waits |= answer is Lookup.PENDING or answer is Lookup.RETRY
-                if borrower.short:
-                    break
-            if not waits:
-                self._ledger.lend(wanted)
-                self._settle(borrower)
-                del self._borrowers[borrower]
-
     # -- lookup and promotion ---------------------------------------------
 
     def lookup(self, request: Request, key: BlockKey) -> Lookup:
@@ -256,7 +233,7 @@ class TieringManager:
 
     def _miss(self, request: Request, key: BlockKey) -> Lookup:
         """In a window group a gap rules out whatever was found to its right."""
-        if self.windows and (group := group_of(key)) in self.windows:
+        if self.windows and not request.by_block and (group := group_of(key)) in self.windows:
             scan = request.scan
             while scan and group_of(scan[-1]) == group:
                 request.wishes.pop(scan.pop(), None)
@@ -437,6 +414,8 @@ class TieringManager:
         for tier in self.tiers:
             self._to_probe[tier].clear()
         self._ledger.reset(keep_tiers=keep_tiers)
+        if not keep_tiers:
+            self._borrowers.dismiss()
 
     def fence_passed(self) -> None:
         """No device transfer from before the latest reset is running any more."""

@@ -7,11 +7,12 @@ prefix longer than the pool is served as its longest head that fits.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.core.pool import BlockPool
-from kvtier.core.types import BlockKey, group_of
+from kvtier.core.types import BlockKey, TierId, group_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,11 @@ class Plan:
 
 def plan(
     scan: Sequence[BlockKey],
-    wishes: Mapping[BlockKey, object],
+    wishes: Mapping[BlockKey, TierId],
     pool: BlockPool,
     budget_max: int,
     windows: frozenset[int],
+    rooms: Mapping[TierId, int] | None = None,
 ) -> Plan:
     """Plan a grant for one scan.
 
@@ -50,18 +52,22 @@ def plan(
         pool: the primary tier.
         budget_max: slots that one grant may take at most.
         windows: cache groups that are looked up from the right.
+        rooms: keys that may be read from a tier at most; no bound where none is named.
     """
     whole = _measure(scan, wishes, pool)
-    if whole.budget <= budget_max:
+    tiers = Counter([wishes[key] for key in whole.missing])
+    over = {t: rooms[t] for t, n in tiers.items() if n > rooms.get(t, n)} if rooms else {}
+    if whole.budget <= budget_max and not over:
         return whole
-    head, in_windows, tail = _cut(scan, budget_max, windows)
+    reads = {t: [k for k in whole.missing if wishes[k] == t] for t in over}
+    head, in_windows, tail = _cut(scan, budget_max, windows, [(reads[t], over[t]) for t in over])
     cut = tuple(key for key in tail if key in wishes)
     # A cut moves the boundary of the windows: the engine asks for them when it has the head.
     kept = _measure(head if cut else head + in_windows, wishes, pool)
     return replace(kept, cut=cut)
 
 
-def _measure(scan: Sequence[BlockKey], wishes: Mapping[BlockKey, object], pool: BlockPool) -> Plan:
+def _measure(scan: Sequence[BlockKey], wishes: Mapping[BlockKey, TierId], pool: BlockPool) -> Plan:
     missing: dict[BlockKey, None] = {}
     resident: dict[BlockKey, None] = {}
     filling: dict[BlockKey, None] = {}
@@ -83,18 +89,24 @@ def _measure(scan: Sequence[BlockKey], wishes: Mapping[BlockKey, object], pool: 
 
 
 def _cut(
-    scan: Sequence[BlockKey], budget_max: int, windows: frozenset[int]
+    scan: Sequence[BlockKey],
+    budget_max: int,
+    windows: frozenset[int],
+    reads: Sequence[tuple[Sequence[BlockKey], int]],
 ) -> tuple[list[BlockKey], list[BlockKey], list[BlockKey]]:
     """Split a scan: heads of the full groups, all at about the same boundary; windows; the rest.
 
-    Room is left for the windows as a whole: a part of a window is worth nothing.
+    Room is left for the windows as a whole: a part of a window is worth nothing. `reads` are the
+    keys of one tier each, and how many of them may be read.
     """
     groups: dict[int, list[BlockKey]] = {}
     for key in dict.fromkeys(scan):
         groups.setdefault(group_of(key), []).append(key)
     in_windows = [k for group, keys in groups.items() if group in windows for k in keys]
     in_full = sum(len(keys) for group, keys in groups.items() if group not in windows)
-    room = max(0, budget_max - len(in_windows))
+    room = max(0, min(in_full, budget_max - len(in_windows)))
+    for keys, most in reads:
+        room = min(room, _room_until(keys, most, groups, windows, in_full))
     head: list[BlockKey] = []
     tail: list[BlockKey] = []
     for group, keys in groups.items():
@@ -103,6 +115,29 @@ def _cut(
             keep = min(len(keys), len(keys) * room // in_full)
             head += keys[:keep]
             tail += keys[keep:]
-    if len(in_windows) > budget_max or (in_full and not room):
+    if len(in_windows) > budget_max or room < 0 or (in_full and not room):
         return [], [], tail + in_windows
     return head, in_windows, tail
+
+
+def _room_until(
+    keys: Sequence[BlockKey],
+    most: int,
+    groups: Mapping[int, Sequence[BlockKey]],
+    windows: frozenset[int],
+    in_full: int,
+) -> int:
+    """The room with which heads hold no more than `most` of these keys; -1 if none does."""
+    of_tier = set(keys)
+    most -= sum(group_of(key) in windows for key in keys)
+    if most < 0:
+        return -1
+    # A head holds its key at place i when the room is at least this much.
+    needs = [
+        -(-(place + 1) * in_full // len(asked))
+        for group, asked in groups.items()
+        if group not in windows
+        for place, key in enumerate(asked)
+        if key in of_tier
+    ]
+    return sorted(needs)[most] - 1 if most < len(needs) else in_full

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.core.pool import Block
-from kvtier.core.types import BlockKey, Command, TierId
+from kvtier.core.types import BlockKey, Command, Probe, TierId
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +49,11 @@ class Job:
     waiters: dict[Request, None] = field(default_factory=dict)
     abandoned: bool = False
 
+    @property
+    def moves(self) -> bool:
+        """Whether it moves bytes."""
+        return not isinstance(self.command, Probe)
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -67,7 +72,8 @@ class Request:
         denied: keys beyond its grant: MISS until its wait ends.
         waits: the probes and fills whose end it waits for.
         queued: its wishes wait for their turn; it holds nothing for them meanwhile.
-        refused: what was taken (see admission) when it was last told to wait for its turn.
+        refused: what was free (see admission) when it was last told to wait for its turn.
+        by_block: each block is worth something by itself: a gap ends nothing.
         given_up: its deadline has passed: what is not readable now is a MISS.
         deadline: end of its wait; None while it has not waited.
         held: blocks pinned for it until it loads them.
@@ -88,7 +94,8 @@ class Request:
     denied: set[BlockKey] = field(default_factory=set)
     waits: set[Job | Fill] = field(default_factory=set)
     queued: bool = False
-    refused: tuple[int, int, int] | None = None
+    refused: tuple[int, int] | None = None
+    by_block: bool = False
     given_up: bool = False
     deadline: float | None = None
     held: dict[BlockKey, Block] = field(default_factory=dict)
@@ -115,3 +122,4 @@ class Request:
         self.denied.clear()
         self.given_up = False
         self.deadline = None
+        self.step = -1

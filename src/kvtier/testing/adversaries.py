@@ -7,29 +7,43 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from kvtier.core.health import Patience, State
 from kvtier.core.limits import Limits
 from kvtier.core.manager import TieringManager
 from kvtier.core.policies import POLICIES
 from kvtier.core.pool import BlockPool
+from kvtier.core.presence import PRESENT
+from kvtier.core.requests import Request
 from kvtier.core.types import (
     BlockKey,
     Command,
     Done,
     Dropped,
+    Fault,
     JobId,
+    Lend,
     Lookup,
     Probe,
     Read,
+    Renewed,
     TierId,
+    Wanted,
+    Write,
 )
 from kvtier.testing.engine import key_of, scan
 from kvtier.testing.truth import (
     ABSENT_S,
+    ALL_TIERS,
+    BACKOFF_MAX_S,
+    BACKOFF_S,
     HOLD_S,
     JOB_S,
+    LEASE_S,
+    LONGEST_S,
     NAMES,
     NUM_TIERS,
     PROMPTS,
+    STALL_S,
     WAIT_S,
     Client,
     Transfer,
@@ -42,6 +56,8 @@ tiers = st.integers(0, NUM_TIERS - 1).map(TierId)
 picks = st.integers(0, 15)
 chance = st.integers(0, 3).map(lambda n: n == 0)
 masks = st.one_of(st.just(0), st.integers(0, 255))
+faults = st.sampled_from([None, None, None, *(f for f in Fault if f is not Fault.STALLED)])
+some_tiers = st.sampled_from([None, None, (TierId(0),), (TierId(1),), ()])
 
 
 class Adversaries(Truth):
@@ -57,16 +73,46 @@ class Adversaries(Truth):
         num_slots=st.integers(3, 8),
         promoting=st.integers(1, 8),
         writing=st.integers(1, 3),
+        reading=st.one_of(st.none(), st.integers(1, 6)),
+        storing=st.one_of(st.none(), st.integers(1, 6)),
+        lending=st.integers(0, 4),
+        second_touch=chance,
+        failures=st.integers(1, 3),
+        stall_s=st.sampled_from([STALL_S, STALL_S, 100.0]),
+        trial=st.integers(1, 4),
+        adds_up=st.booleans(),
         warm=st.lists(prompts, max_size=3),
     )
     def start(
-        self, num_slots: int, promoting: int, writing: int, warm: list[tuple[int, ...]]
+        self,
+        num_slots: int,
+        promoting: int,
+        writing: int,
+        reading: int | None,
+        storing: int | None,
+        lending: int,
+        second_touch: bool,
+        failures: int,
+        stall_s: float,
+        trial: int,
+        adds_up: bool,
+        warm: list[tuple[int, ...]],
     ) -> None:
         """A new manager over tiers that a neighbour may have filled."""
+        if adds_up:
+            num_slots = promoting + NUM_TIERS * writing + lending + (storing or 0)
         self.num_slots = num_slots
         self.limits = Limits(
             promoting_max=min(promoting, num_slots),
             writing_max=writing,
+            reading_max=reading,
+            storing_max=storing,
+            lending_max=lending,
+            second_touch=second_touch,
+            wait_min_s=0.5,
+            lease_s=LEASE_S,
+            lease_max_s=2 * LEASE_S,
+            patience=Patience(failures, stall_s, BACKOFF_S, BACKOFF_MAX_S, trial),
             job_deadline_s=JOB_S,
             wait_max_s=WAIT_S,
             hold_s=HOLD_S,
@@ -94,10 +140,23 @@ class Adversaries(Truth):
             self.clients[name] = Client(self.manager.open_request(name), chosen)
         return self.clients[name]
 
-    @rule(name=names, prompt=prompts, only=st.sampled_from([None, None, (0,), (1,), ()]))
-    def open(self, name: str, prompt: tuple[int, ...], only: tuple[TierId, ...] | None) -> None:
+    @rule(name=names, prompt=prompts, only=some_tiers, cascade_to=some_tiers)
+    def open(
+        self,
+        name: str,
+        prompt: tuple[int, ...],
+        only: tuple[TierId, ...] | None,
+        cascade_to: tuple[TierId, ...] | None,
+    ) -> None:
         """A request arrives; one of the same name is replaced."""
-        self.clients[name] = Client(self.manager.open_request(name, only), prompt)
+        request = self.manager.open_request(name, only, cascade_to)
+        stores_to = ALL_TIERS if cascade_to is None else frozenset(cascade_to)
+        self.clients[name] = Client(request, prompt, stores_to)
+
+    @rule(block_s=st.sampled_from([None, 0.1, 0.5, 2.0]))
+    def rate(self, block_s: float | None) -> None:
+        """The engine's speed becomes known, or changes."""
+        self.manager.set_prefill_rate(block_s)
 
     @rule(name=names, then=st.sampled_from(["load", "load", "settle", "nothing"]))
     def ask(self, name: str, then: str) -> None:
@@ -120,6 +179,8 @@ class Adversaries(Truth):
             return answer
 
         hit = scan(lookup, client.prompt, self.groups)
+        if not waits:
+            self._check_choice(request)
         if waits:
             assert hit is None, "a waiting request got an answer from a short scan"
             self._check_short(answers)
@@ -136,12 +197,25 @@ class Adversaries(Truth):
             client.asked_since = None
         return hit
 
+    def _check_choice(self, request: Request) -> None:
+        """Among the tiers that hold a block the fastest is asked; among equals, the first."""
+        ledger = self.manager.ledger
+        waits = [s.expect(1, self.now) for s in ledger.speeds]
+        for key, chosen in request.wishes.items():
+            assert chosen in request.tiers, "asks a tier that it must not load from"
+            for tier in request.tiers:
+                closed = ledger.reads[tier].state is State.CLOSED
+                if closed and ledger.presence[tier].beliefs.get(key) == PRESENT:
+                    best = (waits[chosen], chosen) <= (waits[tier], tier)
+                    assert best, "a faster tier has it"
+
     def _load(self, name: str, client: Client, hit: int) -> None:
         keys = self.groups.needed(client.prompt, hit)
         slots = self.manager.prepare_load(name, keys)
         taken = {k: s for k, s in zip(keys, slots, strict=True) if s is not None}
         assert len(taken) == len(keys), "a HIT could not be loaded"
         for key, slot in taken.items():
+            self.met[key] = self.met.get(key, 0) + 1
             assert self.memory[slot] == (self.epoch, key), "HIT on wrong bytes"
         self.loads.append((name, Transfer(taken, {s: self.memory[s] for s in taken.values()})))
         client.asked_since = None
@@ -164,15 +238,21 @@ class Adversaries(Truth):
         keys = [key_of(block, group) for group in self.groups.order for block in prompt]
         position = {k: prompt.index(int.from_bytes(k[:8], "big")) for k in keys}
         new = [k for k in keys if k not in self.manager.pool.blocks]
+        for key in set(keys).difference(new):
+            self.met[key] = self.met.get(key, 0) + 1
+        storing = sum(len(t.slots) for t in self.stores)
         slots = self.manager.prepare_store(
             name, keys * 2 if twice else keys, position.__getitem__ if by_position else None
         )
         ranked = sorted(new, key=position.__getitem__) if by_position else new
         room = self.manager.pool.available + len(slots)  # blocks offered again took some before
+        room = min(room, (self.limits.storing_max or self.num_slots) - storing)
         assert set(slots) == set(ranked[:room]), "not the longest head that fits"
         self._smear(slots.values())
         if slots:
             self.stores.append(Transfer(slots))
+            for key in slots:
+                self.may_cascade.setdefault(key, set()).update(self.clients[name].cascade_to)
 
     @precondition(lambda self: self.stores)
     @rule(pick=picks, part=masks, bad=masks, stranger=st.integers(20, 22))
@@ -182,6 +262,7 @@ class Adversaries(Truth):
         keys = [k for i, k in enumerate(transfer.slots) if not part >> i & 1]
         failed = {k for i, k in enumerate(keys) if bad >> i & 1}
         for key in keys:
+            self.met[key] = self.met.get(key, 0) + (key not in failed)
             slot = transfer.slots.pop(key)
             self.memory[slot] = None if key in failed else (self.epoch, key)
         if not transfer.slots:
@@ -214,6 +295,8 @@ class Adversaries(Truth):
         self.fenced += [(True, t) for t in self.stores] + [(False, t) for _, t in self.loads]
         self.stores.clear()
         self.loads.clear()
+        self.may_cascade.clear()
+        self.asked = {ticket: (wanted, self.now) for ticket, (wanted, _) in self.asked.items()}
         for client in self.clients.values():
             client.asked_since = None
 
@@ -251,33 +334,102 @@ class Adversaries(Truth):
                 self.reads += command.keys
             elif not isinstance(command, Probe):
                 self._right_bytes(command.keys, command.slots, command.epoch)
+            if isinstance(command, Write):
+                self._check_write(command)
+            elif isinstance(command, Lend):
+                self._check_answer(command)
             self.running.append(command)
+            self.sent[command.job] = self.now
+        self._check_commands(commands)
+        self._check_all_answered()
         self.listen(dt)
+
+    def _check_commands(self, commands: list[Command]) -> None:
+        ledger = self.manager.ledger
+        for request in self._waiting_parties():
+            if request.queued:
+                for tier in request.wishes.values():
+                    assert ledger.reads[tier].state is not State.OPEN, "queues for an open tier"
+        for (tier, writes), trial in self.trials.items():
+            circuit = (ledger.writes if writes else ledger.reads)[tier]
+            if circuit.state is State.CLOSED:
+                continue
+            kinds = (Write,) if writes else (Probe, Read)
+            issued = [c for c in commands if c.tier == tier and isinstance(c, kinds)]
+            assert len(issued) <= (circuit.state is State.HALF_OPEN), "asked while it is open"
+            waited = self.now >= trial.opened_at + trial.backoff_s
+            assert not issued or waited or trial.alive, "tried before its time"
+
+    def _check_write(self, command: Write) -> None:
+        """What is cascaded may go there, and was met twice if that is asked for."""
+        before = {key for epoch, key in self.once[command.tier] if epoch == self.epoch}
+        for key in command.keys:
+            if key not in before:  # else the tier lost it, and it is repaired
+                assert command.tier in self.may_cascade[key], "stored where it must not be"
+                if self.limits.second_touch:
+                    assert self.met.get(key, 0) > 1, "cascaded at the first touch"
+
+    def _check_answer(self, command: Lend) -> None:
+        wanted, _ = self.asked.pop(command.ticket)
+        assert command.tier == wanted.tier, "answered somebody else"
+        both = [*command.keys, *command.missing]
+        assert sorted(both) == sorted(set(wanted.keys)), "not an answer to the question"
+
+    def _check_all_answered(self) -> None:
+        heard = {w.ticket for w in self.inbox if isinstance(w, Wanted)}
+        for ticket, (wanted, since) in self.asked.items():
+            assert wanted.promote or ticket in heard, "a question was not answered at once"
+            late = self.now >= since + WAIT_S + LONGEST_S  # its wait begins at the end of a step
+            assert not late or ticket in heard, "a tier waits for ever"
+
+    @rule(tier=tiers, prompt=prompts, promote=st.booleans(), again=st.booleans())
+    def want(self, tier: TierId, prompt: tuple[int, ...], promote: bool, again: bool) -> None:
+        """A tier asks on behalf of a peer."""
+        keys = [key_of(block, group) for group in self.groups.order for block in prompt]
+        self.tickets += 1
+        wanted = Wanted(tier, self.tickets, tuple(keys * 2 if again else keys), promote)
+        self.asked[self.tickets] = (wanted, self.now)
+        self.inbox.append(wanted)
+
+    @rule(pick=picks)
+    def renew(self, pick: int) -> None:
+        """A tier still needs what it was lent, or what it gave back long ago."""
+        lent = [c.job for c in self.running if isinstance(c, Lend)] or self.ended or [JobId(9_999)]
+        self.inbox.append(Renewed(lent[pick % len(lent)]))
 
     @rule(dt=st.sampled_from([0.0, 0.0, 1.0, 7.0]))
     def listen(self, dt: float) -> None:
         """Time passes and completions come in."""
+        self._note_trials()
+        live = {j.command.job for j in self.manager.ledger._jobs.values() if not j.abandoned}
         self.now += dt
         inbox, self.inbox = self.inbox, []
         for completion in inbox:
+            if isinstance(completion, Wanted):
+                self.asked[completion.ticket] = (completion, self.now)
+        self.manager.begin_step(self.now, inbox)
+        self._observe_circuits(inbox, live)
+        for completion in inbox:
             if isinstance(completion, Done):
                 self.unheard.pop(completion.job, None)
-        self.manager.begin_step(self.now, inbox)
 
     @precondition(lambda self: self.running)
-    @rule(pick=picks, bad=masks)
-    def tier_ends(self, pick: int, bad: int) -> None:
+    @rule(pick=picks, bad=masks, fault=faults)
+    def tier_ends(self, pick: int, bad: int, fault: Fault | None) -> None:
         """A tier ends one of its jobs, well, in part or not at all."""
         able = [c for c in self.running if not self.hung[c.tier]]
         if able:
-            self._end(able[pick % len(able)], bad)
+            self._end(able[pick % len(able)], bad, fault)
 
-    def _end(self, command: Command, bad: int = 0) -> None:
+    def _end(self, command: Command, bad: int = 0, fault: Fault | None = None) -> None:
         self.running.remove(command)
         tier = self.tiers[command.tier]
         good = [k for i, k in enumerate(command.keys) if not bad >> i & 1]
         if isinstance(command, Probe | Read):
             ok = {k for k in good if (command.epoch, k) in tier}
+        elif isinstance(command, Lend):
+            ok = set(good)
+            self._right_bytes(command.keys, command.slots, command.epoch)
         else:
             ok = set(good)
             self._right_bytes(command.keys, command.slots, command.epoch)
@@ -290,7 +442,7 @@ class Adversaries(Truth):
                     self.memory[slot] = (command.epoch, key)
         self.unheard[command.job] = command
         self.ended.append(command.job)
-        self.inbox.append(Done(command.job, frozenset(ok)))
+        self.inbox.append(Done(command.job, frozenset(ok), fault))
 
     @rule(pick=picks, count=picks)
     def tier_repeats_itself(self, pick: int, count: int) -> None:

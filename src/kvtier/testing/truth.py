@@ -11,22 +11,28 @@ from typing import ClassVar
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
+from kvtier.core.health import REPEATING, State
 from kvtier.core.limits import Limits
 from kvtier.core.manager import TieringManager
 from kvtier.core.presence import PRESENT
-from kvtier.core.requests import Request
+from kvtier.core.requests import Fill, Request
 from kvtier.core.types import (
     BlockKey,
     Cleared,
     Command,
     Completion,
+    Done,
     JobId,
+    Lend,
     Lookup,
     Probe,
+    Read,
     Removed,
     Slot,
     Stored,
     TierId,
+    Wanted,
+    Write,
     group_of,
 )
 from kvtier.testing.engine import Groups
@@ -35,9 +41,13 @@ Content = tuple[int, BlockKey]
 """What bytes are: the epoch under which they were computed, and their key."""
 
 NUM_TIERS = 2
+ALL_TIERS = frozenset(TierId(t) for t in range(NUM_TIERS))
 PROMPTS = ((0, 1, 2, 3), (0, 1, 4, 5), (0, 1), (2, 6, 7), (0, 1, 2, 3, 8, 9))
 NAMES = ("a", "b", "c", "d")
 WAIT_S, JOB_S, HOLD_S, ABSENT_S = 6.0, 5.0, 3.0, 2.0
+STALL_S, BACKOFF_S, BACKOFF_MAX_S, LEASE_S = 4.0, 1.5, 5.0, 2.0
+LONGEST_S = 7.0  # the longest step
+QUIET_S = 3600.0
 
 
 @dataclass(slots=True, eq=False)
@@ -54,8 +64,28 @@ class Client:
 
     request: Request
     prompt: tuple[int, ...]
+    cascade_to: frozenset[TierId] = ALL_TIERS
     asked_since: float | None = None
     held_since: float | None = None
+
+
+@dataclass(slots=True)
+class Trials:
+    """When one direction of a tier may be tried again, told from outside."""
+
+    state: State = State.CLOSED
+    opened: int = 0
+    opened_at: float = 0.0
+    backoff_s: float = BACKOFF_S
+    alive: bool = False  # something that was given up came back since
+    heard_at: float = 0.0  # the last end of any of its jobs
+
+
+def _lives(done: Done, command: Command) -> bool:
+    """Whether the end of a job tells that its tier works."""
+    if done.ok:
+        return done.fault not in REPEATING
+    return done.fault is None and not isinstance(command, Write)
 
 
 class Truth(RuleBasedStateMachine):
@@ -92,6 +122,13 @@ class Truth(RuleBasedStateMachine):
         self.log: dict[TierId | None, set[BlockKey]] = {None: set()}
         self.log.update({TierId(t): set() for t in range(NUM_TIERS)})
         self.reads: list[BlockKey] = []
+        self.trials = {(t, w): Trials() for t in sorted(ALL_TIERS) for w in (False, True)}
+        self.sent: dict[JobId, float] = {}  # when each running command was submitted
+        self.tickets = 0
+        self.strangers = 1000  # blocks that nobody asked for before
+        self.asked: dict[int, tuple[Wanted, float]] = {}  # ticket -> question, since when
+        self.may_cascade: dict[BlockKey, set[TierId]] = {}
+        self.met: dict[BlockKey, int] = {}  # how often the device stored or used it
 
     @invariant()
     def consistent(self) -> None:
@@ -105,6 +142,7 @@ class Truth(RuleBasedStateMachine):
         self._check_pins()
         self._check_log()
         self._check_waits()
+        self._check_circuits()
 
     def _check_bytes(self) -> None:
         for key, block in self.manager.pool.blocks.items():
@@ -117,11 +155,106 @@ class Truth(RuleBasedStateMachine):
         for command in [*self.unheard.values(), *self.manager.ledger._outbox]:
             if not isinstance(command, Probe):
                 reasons.update(command.slots)
-        for client in self.clients.values():
-            reasons.update(b.slot for b in client.request.held.values())
+        for request in self._waiting_parties():
+            reasons.update(b.slot for b in request.held.values())
         assert self.manager.pool.pinned == len(reasons), "pins without a reason, or none"
         for tier, owed in enumerate(self.manager.ledger.cascades.owed):
             assert owed.keys() <= self.manager.pool.blocks.keys(), f"owed to {tier}, but gone"
+        self._check_shares(reasons)
+
+    def _check_shares(self, reasons: set[Slot]) -> None:
+        """Nobody takes more than its share, and running stores find theirs."""
+        limits = self.limits
+        taken = [*self.running, *self.unheard.values()]
+        for tier in ALL_TIERS:
+            reads = sum(len(c.slots) for c in taken if isinstance(c, Read) and c.tier == tier)
+            assert reads <= (limits.reading_max or limits.promoting_max), "reads over their share"
+            writes = sum(len(c.slots) for c in taken if isinstance(c, Write) and c.tier == tier)
+            assert writes <= limits.writing_max, "writes over their share"
+        lent = sum(len(c.slots) for c in taken if isinstance(c, Lend))
+        assert lent <= limits.lending_max, "more lent than may be"
+        shares = limits.promoting_max + NUM_TIERS * limits.writing_max + limits.lending_max
+        device = self._slots_of_device()
+        assert len(reasons - device) <= shares, "others take what stores need"
+        storing = sum(len(t.slots) for t in self.stores)
+        if limits.storing_max is not None:
+            assert storing <= limits.storing_max, "stores over their share"
+            if shares + limits.storing_max <= self.num_slots and not self.loads and not self.fenced:
+                free = self.manager.pool.available
+                assert free >= limits.storing_max - storing, "no room for a store"
+
+    def _check_circuits(self) -> None:
+        """An open circuit is left alone, nobody waits for it, and it has one trial at a time."""
+        ledger = self.manager.ledger
+        live: dict[tuple[TierId, bool], list[Command]] = {place: [] for place in self.trials}
+        for job in ledger._jobs.values():
+            if not job.abandoned:
+                live[job.command.tier, isinstance(job.command, Write)].append(job.command)
+        for (tier, writes), trial in self.trials.items():
+            circuit = (ledger.writes if writes else ledger.reads)[tier]
+            jobs = live[tier, writes]
+            if circuit.state is State.OPEN:
+                assert not jobs, "somebody waits for an open tier"
+                if not writes:
+                    assert not ledger.speeds[tier].queued, "reads are queued for an open tier"
+            if circuit.state is State.HALF_OPEN:
+                assert len(jobs) <= 1, "more than one trial"
+                for command in jobs:
+                    blocks = 0 if isinstance(command, Probe) else len(command.keys)
+                    assert blocks <= self.limits.patience.trial_max, "a trial too big"
+            times = [self.sent[c.job] for c in jobs if c.job in self.sent]
+            if times:
+                since = max(min(times), trial.heard_at)
+                assert self.now < since + self.limits.patience.stall_s, "a tier stalls unnoticed"
+
+    def _observe_circuits(self, heard: Iterable[Completion], live: set[JobId]) -> None:
+        """After a step began: do circuits open when they should, and for as long as they should?"""
+        ledger = self.manager.ledger
+        failed: set[tuple[TierId, bool]] = set()
+        alive: set[tuple[TierId, bool]] = set()
+        for completion in heard:
+            if not isinstance(completion, Done) or completion.job not in self.unheard:
+                continue
+            command = self.unheard[completion.job]
+            place = (command.tier, isinstance(command, Write))
+            if isinstance(command, Lend):
+                continue
+            self.trials[place].heard_at = self.now
+            if completion.job in live and completion.fault in REPEATING:
+                failed.add(place)
+            if _lives(completion, command):
+                alive.add(place)
+                self.trials[place].alive |= completion.job not in live
+        for place, trial in self.trials.items():
+            circuit = (ledger.writes if place[1] else ledger.reads)[place[0]]
+            assert circuit.opened - trial.opened <= 1, "opened twice in one step"
+            if circuit.opened > trial.opened:
+                doubled = min(2 * trial.backoff_s, BACKOFF_MAX_S)
+                trial.backoff_s = doubled if trial.state is State.HALF_OPEN else BACKOFF_S
+                trial.opened, trial.opened_at = circuit.opened, self.now
+                trial.alive = place in alive
+            elif place in failed:
+                raise AssertionError("a fault that repeats does not open the circuit")
+            waited = self.now >= trial.opened_at + trial.backoff_s
+            if circuit.state is State.OPEN:
+                assert not waited or place[1], "its time has come, but it is not tried"
+            elif trial.state is State.OPEN or circuit.opened > trial.opened:
+                assert waited or trial.alive, "tried before its time"
+            trial.state = circuit.state
+
+    def _note_trials(self) -> None:
+        """Writes are tried as soon as there is something to write."""
+        for (tier, writes), trial in self.trials.items():
+            state = (self.manager.ledger.writes if writes else self.manager.ledger.reads)[
+                tier
+            ].state
+            if trial.state is State.OPEN and state is State.HALF_OPEN:
+                waited = self.now >= trial.opened_at + trial.backoff_s
+                assert waited or trial.alive, "tried before its time"
+                trial.state = state
+
+    def _waiting_parties(self) -> list[Request]:
+        return [*(c.request for c in self.clients.values()), *self.manager._borrowers]
 
     def _check_log(self) -> None:
         for event in self.manager.take_events():
@@ -154,7 +287,16 @@ class Truth(RuleBasedStateMachine):
             elif client.held_since is None:
                 client.held_since = self.now
             else:
-                assert self.now < client.held_since + WAIT_S + HOLD_S, "holds for ever"
+                # What ends while no step begins is noticed when the next one does.
+                most = WAIT_S + HOLD_S + LONGEST_S
+                assert self.now < client.held_since + most, "holds for ever"
+
+        ledger = self.manager.ledger
+        for request in self._waiting_parties():
+            for wait in request.waits:
+                tier = wait.tier if isinstance(wait, Fill) else wait.command.tier
+                if tier is not None:
+                    assert ledger.reads[tier].state is not State.OPEN, "waits for an open tier"
 
     def _whole(self) -> None:
         manager, ledger = self.manager, self.manager.ledger
@@ -164,11 +306,19 @@ class Truth(RuleBasedStateMachine):
         assert not any(ledger.jobs_in_flight), "jobs leaked"
         assert ledger.promoting == 0, "the promotion budget leaked"
         assert not any(ledger.cascades.writing), "the cascade budget leaked"
+        assert not any(ledger.reading), "the budget of reads leaked"
+        assert not any(speed.queued for speed in ledger.speeds), "reads are queued for ever"
+        assert not ledger.lending.leases, "leases leaked"
+        assert not self.asked, "a question without an answer"
 
-    def _slots_in_transfer(self) -> set[Slot]:
+    def _slots_of_device(self) -> set[Slot]:
         busy: set[Slot] = set()
         for transfer in [*self.stores, *(t for _, t in self.loads), *(t for _, t in self.fenced)]:
             busy.update(transfer.slots.values())
+        return busy
+
+    def _slots_in_transfer(self) -> set[Slot]:
+        busy = self._slots_of_device()
         for command in self.running:
             if not isinstance(command, Probe):
                 busy.update(command.slots)
@@ -186,7 +336,7 @@ class Truth(RuleBasedStateMachine):
 
     def _right_bytes(self, keys: tuple[BlockKey, ...], slots: tuple[Slot, ...], epoch: int) -> None:
         for key, slot in zip(keys, slots, strict=True):
-            assert self.memory[slot] == (epoch, key), "wrong bytes under a cascade"
+            assert self.memory[slot] == (epoch, key), "wrong bytes under a tier that reads"
 
     def _wishes_of(self, request: Request) -> object:
         manager = self.manager
@@ -210,9 +360,10 @@ class Truth(RuleBasedStateMachine):
                 right = Lookup.PENDING if self.groups.window(group) else Lookup.MISS
                 assert answer is right, "a complete answer in as few keys as possible"
 
-    def _fitting(self, length: int) -> int:
+    def _fitting(self, length: int, most: int) -> int:
+        """Blocks of a prompt that fit a budget of so many slots."""
         windows = sum(min(length, n) for n in (self.groups.windows or {}).values())
-        room = self.limits.promoting_max - windows
+        room = min(most, self.limits.reading_max or most) - windows
         full = len(self.groups.full)
         if full * length <= room:
             return length
