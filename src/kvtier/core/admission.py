@@ -88,9 +88,9 @@ class Admission:
         reads = self._ledger.reads
         for request in tuple(self._queue):
             if any(reads[tier].state is State.OPEN for tier in set(request.wishes.values())):
+                del self._queue[request]
                 request.queued = False
                 request.refused = None
-                del self._queue[request]
 
     def _grant(self, request: Request) -> bool:
         """Promote what a request wishes for; False if it has to wait for its turn."""
