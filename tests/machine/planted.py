@@ -237,12 +237,6 @@ MUTANTS = [
         "                pass\n",
     ),
     Mutant(
-        "who waits for its turn waits for an open tier",
-        "ledger.py",
-        '        """Its circuit opened: nobody waits for it."""\n        self.freed += 1\n',
-        '        """Its circuit opened: nobody waits for it."""\n',
-    ),
-    Mutant(
         "reads that are given up stay in the queue",
         "ledger.py",
         "            self.speeds[command.tier].given_up(len(job.blocks))\n",
@@ -595,6 +589,12 @@ MUTANTS = [
         "",
     ),
     # admission.py
+    Mutant(
+        "who waits for its turn waits for an open tier",
+        "admission.py",
+        "            self._dismiss()\n",
+        "            pass\n",
+    ),
     Mutant(
         "waiting requests overtake each other",
         "admission.py",

@@ -350,13 +350,13 @@ def test_two_requests_with_wishes_make_one_trial() -> None:
 
 def test_a_request_in_the_queue_does_not_wait_for_a_tier_that_opens() -> None:
     world = World(16, 4, tiers=2, patience=PATIENCE)
-    world.fill(T0, range(4))
-    world.fill(T1, range(10, 14))
-    for name, prompt in {"a": range(4), "b": range(10, 14)}.items():
+    prompts = {"a": range(4), "first": range(20, 24), "b": range(10, 14)}
+    for name, prompt in prompts.items():
+        world.fill(T1 if name == "b" else T0, prompt)
         world.open(name, prompt)
     for _ in range(2):
-        world.ask("a")
-        world.ask("b")
+        for name in prompts:
+            world.ask(name)
         world.step()
     world.step()
     assert world.requests["b"].queued, "a holds the budget, and nothing comes free"
@@ -366,6 +366,7 @@ def test_a_request_in_the_queue_does_not_wait_for_a_tier_that_opens() -> None:
     world.manager.ledger._abandon_all(T1, reads=True)
     world.step()
     assert world.ask("b") == 0
+    assert world.requests["first"].queued, "whose tier works"
 
 
 def test_an_unsent_write_is_not_sent_to_a_tier_that_opened() -> None:

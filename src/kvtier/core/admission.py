@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from kvtier.core.health import State
 from kvtier.core.ledger import Ledger
 from kvtier.core.limits import Limits
 from kvtier.core.plans import Plan, plan
@@ -46,6 +47,7 @@ class Admission:
         self._limits = limits
         self._windows = windows
         self._reading_max = limits.reading_max or limits.promoting_max
+        self._opened = 0  # how often a tier was given up, when last looked at
         self._queue: dict[Request, None] = {}  # requests with wishes, or with blocks that come
 
     def __len__(self) -> int:
@@ -64,6 +66,9 @@ class Admission:
 
     def grant_in_turn(self) -> None:
         """Strictly in the order of arrival: who needs much is not overtaken for ever."""
+        if (opened := sum(circuit.opened for circuit in self._ledger.reads)) != self._opened:
+            self._opened = opened
+            self._dismiss()
         blocked = False
         for request in sorted(self._queue, key=_arrival):
             if any(isinstance(wait, Job) for wait in request.waits):
@@ -77,6 +82,15 @@ class Admission:
             else:
                 request.refused = None
                 del self._queue[request]
+
+    def _dismiss(self) -> None:
+        """A tier is left alone from now on: nobody waits for a turn at it."""
+        reads = self._ledger.reads
+        for request in tuple(self._queue):
+            if any(reads[tier].state is State.OPEN for tier in set(request.wishes.values())):
+                del self._queue[request]
+                request.queued = False
+                request.refused = None
 
     def _grant(self, request: Request) -> bool:
         """Promote what a request wishes for; False if it has to wait for its turn."""

@@ -47,7 +47,7 @@ class Ledger:
         reading: slots being read into, per tier, those of hung reads included.
         stuck: of these, the slots of reads that were given up.
         promoting: slots being read into, or held.
-        freed: counts what makes room for promotions, or rules out some that wait for it.
+        freed: counts what makes room for promotions.
         storing: slots that the device is storing into.
         cascades, lending: see there.
     """
@@ -312,7 +312,6 @@ class Ledger:
 
     def _abandon_all(self, tier: TierId, *, reads: bool) -> None:
         """Its circuit opened: nobody waits for it."""
-        self.freed += 1
         for job in self._jobs.values():
             if (
                 job.command.tier == tier

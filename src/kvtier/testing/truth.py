@@ -253,6 +253,44 @@ class Truth(RuleBasedStateMachine):
                 assert waited or trial.alive, "tried before its time"
                 trial.state = state
 
+    def _check_commands(self, commands: list[Command]) -> None:
+        ledger = self.manager.ledger
+        for request in self._waiting_parties():
+            if request.queued:
+                for tier in request.wishes.values():
+                    assert ledger.reads[tier].state is not State.OPEN, "queues for an open tier"
+        for (tier, writes), trial in self.trials.items():
+            circuit = (ledger.writes if writes else ledger.reads)[tier]
+            if circuit.state is State.CLOSED:
+                continue
+            kinds = (Write,) if writes else (Probe, Read)
+            issued = [c for c in commands if c.tier == tier and isinstance(c, kinds)]
+            assert len(issued) <= (circuit.state is State.HALF_OPEN), "asked while it is open"
+            waited = self.now >= trial.opened_at + trial.backoff_s
+            assert not issued or waited or trial.alive, "tried before its time"
+
+    def _check_write(self, command: Write) -> None:
+        """What is cascaded may go there, and was met twice if that is asked for."""
+        before = {key for epoch, key in self.once[command.tier] if epoch == self.epoch}
+        for key in command.keys:
+            if key not in before:  # else the tier lost it, and it is repaired
+                assert command.tier in self.may_cascade[key], "stored where it must not be"
+                if self.limits.second_touch:
+                    assert self.met.get(key, 0) > 1, "cascaded at the first touch"
+
+    def _check_answer(self, command: Lend) -> None:
+        wanted, _ = self.asked.pop(command.ticket)
+        assert command.tier == wanted.tier, "answered somebody else"
+        both = [*command.keys, *command.missing]
+        assert sorted(both) == sorted(set(wanted.keys)), "not an answer to the question"
+
+    def _check_all_answered(self) -> None:
+        heard = {w.ticket for w in self.inbox if isinstance(w, Wanted)}
+        for ticket, (wanted, since) in self.asked.items():
+            assert wanted.promote or ticket in heard, "a question was not answered at once"
+            late = self.now >= since + WAIT_S + LONGEST_S  # its wait begins at the end of a step
+            assert not late or ticket in heard, "a tier waits for ever"
+
     def _waiting_parties(self) -> list[Request]:
         return [*(c.request for c in self.clients.values()), *self.manager._borrowers]
 
