@@ -9,12 +9,8 @@ MUTANTS = [
     Mutant(
         "forget frees a slot under I/O",
         "pool.py",
-        "        if block.pins == 0:\n"
-        "            self._policy.discard(block.key)\n"
-        "            self._free",
-        "        if block.pins >= 0:\n"
-        "            self._policy.touch(block.key)\n"
-        "            self._free",
+        "        if block.pins == 0:\n            self._free",
+        "        if block.pins >= 0:\n            self._free",
     ),
     Mutant(
         "the last unpin of a condemned block frees nothing",

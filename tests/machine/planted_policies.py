@@ -85,8 +85,8 @@ POLICY_MUTANTS = [
     Mutant(
         "what is there already is used twice when it is owed",
         "manager.py",
-        "            self._ledger.cascades.offer_owed(old)  # first: what it pins is used by that pin\n"
-        "            self.pool.use([b.key for b in reversed(old)])\n",
+        "            self._ledger.cascades.offer_owed(old)  # first: what it pins is used by that "
+        "pin\n            self.pool.use([b.key for b in reversed(old)])\n",
         "            self.pool.use([b.key for b in reversed(old)])\n"
         "            self._ledger.cascades.offer_owed(old)\n",
     ),
