@@ -382,3 +382,19 @@ def test_a_hung_tier_holds_up_only_the_groups_it_has() -> None:
     assert world.ask("b") is None
     world.step(0.1)
     assert world.ask("b") == 4
+
+
+def test_who_comes_when_hung_reads_have_the_whole_share_does_not_wait_for_it() -> None:
+    patient = Patience(failures_max=9, stall_s=1000.0)
+    world = World(16, 8, reading_max=3, wait_max_s=50.0, patience=patient)
+    world.fill(T0, range(8))
+    world.manager.ledger.presence[T0].set_present([key_of(i) for i in range(8)])
+    world.hung.add(T0)
+    world.open("a", range(3))
+    world.ask("a")
+    world.step(30.0)
+    assert world.manager.ledger.stuck == [3]
+    world.open("b", range(4, 8))
+    assert world.ask("b") is None
+    world.step()
+    assert world.ask("b") == 0
