@@ -314,7 +314,7 @@ MUTANTS = [
     Mutant(
         "an open tier is asked",
         "health.py",
-        "        return self.state is State.HALF_OPEN and self._running == 0",
+        "        return self.state is State.HALF_OPEN and not any(self._running)",
         "        return self.state is State.HALF_OPEN",
     ),
     Mutant(
@@ -350,8 +350,8 @@ MUTANTS = [
     Mutant(
         "a stall is not noticed",
         "health.py",
-        "        if not self._running or now <",
-        "        if self._running or now <",
+        "            if self._running[moves] and now >=",
+        "            if not self._running[moves] and now >=",
     ),
     Mutant(
         "failures are not counted",
@@ -380,8 +380,8 @@ MUTANTS = [
     Mutant(
         "old jobs stall a circuit",
         "health.py",
-        "        self._failures = self._running = self._moving = 0",
-        "        self._failures = 0",
+        "        self._running = [0, 0]\n        self._retry_at",
+        "        self._retry_at",
     ),
     Mutant(
         "a missed trial stays out",
@@ -392,8 +392,8 @@ MUTANTS = [
     Mutant(
         "a late failure brings the trial forward",
         "health.py",
-        "        if alive:\n            self._progress_at = now\n            self",
-        "        if True:\n            self._progress_at = now\n            self",
+        "        if alive:\n            self._progress_at = [now, now]\n            self",
+        "        if True:\n            self._progress_at = [now, now]\n            self",
     ),
     Mutant(
         "a late success does not count",
@@ -826,5 +826,42 @@ MUTANTS = [
         "manager.py",
         "            self._borrowers.dismiss()\n",
         "            pass\n",
+    ),
+    # boundary.py
+    Mutant(
+        "a group is read past the others",
+        "boundary.py",
+        "            beyond += over[1:]",
+        "            beyond += []",
+    ),
+    Mutant(
+        "a window beyond the boundary is read",
+        "boundary.py",
+        "if group in windows and end > boundary}",
+        "if group in windows and end < 0}",
+    ),
+    Mutant(
+        "a window does not bound the others",
+        "boundary.py",
+        "        boundary = min(ends.values())",
+        "        boundary += 0",
+    ),
+    Mutant(
+        "no look ahead",
+        "boundary.py",
+        "            beyond += over[1:]",
+        "            beyond += over",
+    ),
+    Mutant(
+        "answered probes excuse hung reads",
+        "health.py",
+        "        self._progress_at[moves] = now\n        if fault",
+        "        self._progress_at = [now, now]\n        if fault",
+    ),
+    Mutant(
+        "a job has no bound",
+        "ledger.py",
+        "for start in range(0, len(keys), self._limits.job_max):\n            self._read",
+        "for start in range(0, len(keys), max(len(keys), 1)):\n            self._read",
     ),
 ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from kvtier.core.boundary import align
 from kvtier.core.health import State
 from kvtier.core.ledger import Ledger
 from kvtier.core.limits import Limits
@@ -103,7 +104,9 @@ class Admission:
         # Hung reads are out of reach for long.
         budget_max = min(self._limits.promoting_max, self._pool.num_slots) - sum(ledger.stuck)
         rooms = {tier: self._room(tier) for tier in set(request.wishes.values())}
-        granted = plan(request.scan, request.wishes, self._pool, budget_max, self._windows, rooms)
+        scan, beyond = align(request.scan, self._windows, request.position)
+        request.denied.update(key for key in beyond if key in request.wishes)
+        granted = plan(scan, request.wishes, self._pool, budget_max, self._windows, rooms)
         request.denied.update(granted.cut)
         if not granted.missing and not granted.filling:
             return True

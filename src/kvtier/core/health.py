@@ -80,9 +80,9 @@ class Circuit:
         self._moves_fail = False  # the latest job that was to move bytes failed
         self._backoff_s = patience.backoff_s
         self._retry_at = 0.0
-        self._running = 0
-        self._moving = 0  # of these, jobs that move bytes
-        self._progress_at = now  # the last completion, or the first job after quiet
+        # Probes, and jobs that move bytes: each kind makes its own progress.
+        self._running = [0, 0]
+        self._progress_at = [now, now]  # the last completion, or the first job after quiet
 
     def allows(self, now: float) -> bool:
         """Whether a job may be submitted now. An open circuit whose time has come takes one."""
@@ -90,7 +90,7 @@ class Circuit:
             return True
         if self.state is State.OPEN and now >= self._retry_at:
             self.state = State.HALF_OPEN
-        return self.state is State.HALF_OPEN and self._running == 0
+        return self.state is State.HALF_OPEN and not any(self._running)
 
     def takes(self, blocks: int, now: float) -> int:
         """How many of so many blocks one job may move now: a trial is small."""
@@ -100,24 +100,21 @@ class Circuit:
 
     def submitted(self, now: float, *, moves: bool) -> None:
         """A job was submitted; `moves` if it moves bytes."""
-        if self._running == 0:
-            self._progress_at = now
-        self._running += 1
-        self._moving += moves
+        if self._running[moves] == 0:
+            self._progress_at[moves] = now
+        self._running[moves] += 1
 
     def withdrawn(self, *, moves: bool) -> None:
         """A job was never sent after all."""
-        self._running -= 1
-        self._moving -= moves
+        self._running[moves] -= 1
 
     def ended(self, now: float, fault: Fault | None, *, moves: bool, moved: bool) -> bool:
         """A job ended. Returns whether the circuit opened.
 
         A probe that is answered tells nothing about reads that fail: only bytes that moved do.
         """
-        self._running -= 1
-        self._moving -= moves
-        self._progress_at = now
+        self._running[moves] -= 1
+        self._progress_at[moves] = now
         if fault is not None:
             self.fault = fault
             return self._failed(now, moves=moves, at_once=fault in REPEATING)
@@ -130,8 +127,7 @@ class Circuit:
 
     def missed(self, now: float, *, moves: bool) -> bool:
         """A job was given up at its deadline. Returns whether the circuit opened."""
-        self._running -= 1
-        self._moving -= moves
+        self._running[moves] -= 1
         opens = self._failed(now, moves=moves)
         if opens:
             self.fault = Fault.STALLED
@@ -140,15 +136,16 @@ class Circuit:
     def late(self, now: float, *, alive: bool) -> None:
         """A job that had been given up ended: a tier that answers may have its trial now."""
         if alive:
-            self._progress_at = now
+            self._progress_at = [now, now]
             self._retry_at = min(self._retry_at, now)
 
     def stalled(self, now: float) -> bool:
         """Whether it opens now since nothing has come back for too long. Ask once a step."""
-        if not self._running or now < self._progress_at + self._patience.stall_s:
-            return False
-        self.fault = Fault.STALLED
-        return self._failed(now, moves=self._moving > 0, at_once=True)
+        for moves in (False, True):
+            if self._running[moves] and now >= self._progress_at[moves] + self._patience.stall_s:
+                self.fault = Fault.STALLED
+                return self._failed(now, moves=moves, at_once=True)
+        return False
 
     def _failed(self, now: float, *, moves: bool, at_once: bool = False) -> bool:
         self._failures += 1
@@ -160,7 +157,8 @@ class Circuit:
             self._backoff_s = min(2 * self._backoff_s, self._patience.backoff_max_s)
         self.state = State.OPEN
         self.opened += 1
-        self._failures = self._running = self._moving = 0
+        self._failures = 0
+        self._running = [0, 0]
         self._retry_at = now + self._backoff_s
         return True
 

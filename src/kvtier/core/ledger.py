@@ -124,6 +124,10 @@ class Ledger:
 
     def promote(self, tier: TierId, keys: Sequence[BlockKey], request: Request) -> None:
         """Read keys from a tier into fresh slots, for a request that will hold them."""
+        for start in range(0, len(keys), self._limits.job_max):
+            self._read(tier, tuple(keys[start : start + self._limits.job_max]), request)
+
+    def _read(self, tier: TierId, keys: tuple[BlockKey, ...], request: Request) -> None:
         fill = Fill(tier)
         fill.blocks = self.allocate(keys, fill)
         fill.waiters[request] = list(fill.blocks)
@@ -135,7 +139,7 @@ class Ledger:
         self.reading[tier] += len(fill.blocks)
         self.speeds[tier].submitted(len(fill.blocks))
         slots = tuple([b.slot for b in fill.blocks])
-        command = Read(tier, self._new_job(), tuple(keys), slots, self.epoch)
+        command = Read(tier, self._new_job(), keys, slots, self.epoch)
         self._submit(command, fill.blocks, fill)
 
     def takes(self, tier: TierId, blocks: int) -> int:
@@ -143,10 +147,12 @@ class Ledger:
         return self.writes[tier].takes(blocks, self.now)
 
     def write(self, tier: TierId, blocks: Sequence[Block]) -> None:
-        """Submit a write of pinned blocks."""
-        keys = tuple([b.key for b in blocks])
-        slots = tuple([b.slot for b in blocks])
-        self._submit(Write(tier, self._new_job(), keys, slots, self.epoch), blocks)
+        """Submit writes of pinned blocks."""
+        for start in range(0, len(blocks), self._limits.job_max):
+            some = blocks[start : start + self._limits.job_max]
+            keys = tuple([b.key for b in some])
+            slots = tuple([b.slot for b in some])
+            self._submit(Write(tier, self._new_job(), keys, slots, self.epoch), some)
 
     def lend(self, wanted: Wanted) -> None:
         """Answer a tier's question from what is readable now."""

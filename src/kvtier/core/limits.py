@@ -21,6 +21,7 @@ class Limits:
             None: as many as promotions may take.
         storing_max: slots that running stores of the device may take; None: the whole pool.
         lending_max: slots that may be lent.
+        job_max: blocks that one job moves at most, so that a tier that works shows progress.
         job_deadline_s: seconds after which a job's keys are given up.
         wait_max_s: seconds a request may wait for tiers, over all its rounds.
         wait_min_s: a wait is not shortened below this by what recomputing would take.
@@ -38,6 +39,7 @@ class Limits:
     reading_max: int | None = None
     storing_max: int | None = None
     lending_max: int = 0
+    job_max: int = 256
     job_deadline_s: float = 30.0
     wait_max_s: float = 30.0
     wait_min_s: float = 0.05
@@ -54,4 +56,5 @@ class Limits:
         assert self.writing_max > 0, "a cascade needs a slot"
         assert self.reading_max is None or self.reading_max > 0, "a read needs a slot"
         assert self.storing_max is None or self.storing_max > 0, "a store needs a slot"
+        assert self.job_max >= self.patience.trial_max, "a trial is one job"
         assert self.lease_s <= self.lease_max_s, "a lease may last as long as the first one"

@@ -30,7 +30,7 @@ from kvtier.core.ledger import Ledger
 from kvtier.core.limits import Limits
 from kvtier.core.pool import Block, BlockPool
 from kvtier.core.presence import PRESENT
-from kvtier.core.requests import Fill, Request
+from kvtier.core.requests import Fill, Position, Request
 from kvtier.core.types import (
     BlockKey,
     Command,
@@ -151,6 +151,7 @@ class TieringManager:
         request_id: str,
         tiers: Collection[TierId] | None = None,
         cascade_to: Collection[TierId] | None = None,
+        position: Position | None = None,
     ) -> Request:
         """Begin to serve a request.
 
@@ -158,13 +159,14 @@ class TieringManager:
             request_id: its name; one that is known already is replaced.
             tiers: those it may load from; all when None.
             cascade_to: those that may get what it stores; all when None.
+            position: end of a key's tokens in its prompt; without it, groups are not aligned.
         """
         if request_id in self._requests:
             self.finish_request(request_id)
         self._arrivals += 1
         allowed = self.tiers if tiers is None else tuple(t for t in self.tiers if t in tiers)
         stores_to = None if cascade_to is None else frozenset(cascade_to)
-        request = Request(request_id, self._arrivals, allowed, stores_to)
+        request = Request(request_id, self._arrivals, allowed, stores_to, position)
         self._requests[request_id] = request
         return request
 

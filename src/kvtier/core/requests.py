@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.core.pool import Block
 from kvtier.core.types import BlockKey, Command, Probe, TierId
+
+Position = Callable[[BlockKey], int | None]
+"""End of a key's tokens in a prompt; None for a key that is not of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +67,7 @@ class Request:
         arrival: its place in the order of arrival.
         tiers: tiers it may load from, in order.
         cascade_to: tiers that may get what it stores; None: all.
+        position: end of a key's tokens in its prompt, if known: tells where groups meet.
         step: the step of its latest scan.
         short: that scan is answered without looking anything up, since the request waits.
         firsts: cache group -> first key of that scan, noted while it is short.
@@ -86,6 +90,7 @@ class Request:
     arrival: int
     tiers: tuple[TierId, ...]
     cascade_to: frozenset[TierId] | None = None
+    position: Position | None = None
     step: int = -1
     short: bool = False
     firsts: dict[int, BlockKey] = field(default_factory=dict)

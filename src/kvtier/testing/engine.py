@@ -7,10 +7,11 @@ Each group may shorten the hit of the others, so the scan repeats until the boun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtier.core.types import GROUP_BYTES, BlockKey, Lookup
+from kvtier.core.types import GROUP_BYTES, BlockKey, Lookup, group_of
 
 Ask = Callable[[BlockKey], Lookup]
 
@@ -18,6 +19,17 @@ Ask = Callable[[BlockKey], Lookup]
 def key_of(block: int, group: int = 0) -> BlockKey:
     """The key of a numbered block in a cache group."""
     return BlockKey(block.to_bytes(8, "big") + group.to_bytes(GROUP_BYTES, "big"))
+
+
+def positions(keys: Iterable[BlockKey]) -> dict[BlockKey, int]:
+    """Where keys of a prompt end, in blocks; they are given in order within each group."""
+    ends: dict[BlockKey, int] = {}
+    counts: Counter[int] = Counter()
+    for key in keys:
+        group = group_of(key)
+        counts[group] += 1
+        ends[key] = counts[group]
+    return ends
 
 
 @dataclass(frozen=True, slots=True)

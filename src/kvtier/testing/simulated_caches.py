@@ -30,6 +30,7 @@ from kvtier.core.types import (
     Write,
 )
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews, TierCounters
+from kvtier.testing.engine import positions
 from kvtier.testing.simulated_tiers import Operation, SimulatedTier, SimulatedTierError
 
 
@@ -126,9 +127,9 @@ class CoreCache:
         self._inbox: list[Completion] = []
         self._fence_due = False
 
-    def open(self, name: str, keys: Sequence[BlockKey]) -> None:  # noqa: ARG002 - see Cache
+    def open(self, name: str, keys: Sequence[BlockKey]) -> None:
         """See `Cache`."""
-        self._requests[name] = self.core.open_request(name)
+        self._requests[name] = self.core.open_request(name, position=positions(keys).get)
 
     def lookup(self, name: str, key: BlockKey) -> Lookup:
         """See `Cache`."""

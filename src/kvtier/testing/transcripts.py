@@ -52,7 +52,7 @@ from kvtier.core.types import (
     Write,
     group_of,
 )
-from kvtier.testing.engine import Groups, scan
+from kvtier.testing.engine import Groups, positions, scan
 from kvtier.testing.simulated_tiers import (
     Content,
     Memory,
@@ -169,6 +169,7 @@ class TranscribedCore:
         request = self._requests.get(name)
         if request is None:
             request = self._requests[name] = self._core.open_request(name)
+        request.position = positions(keys).get
         answers: list[tuple[Lookup, BlockKey]] = []
 
         def ask(key: BlockKey) -> Lookup:

@@ -321,7 +321,12 @@ class KVTierManager(OffloadingManager):
     def _open(self, req_context: ReqContext) -> Request:
         tiers: set[TierId] | None = allowed_tiers(self._offloader.tiers, req_context)
         stores_to = cascade_tiers(self._offloader.tiers, req_context)
-        request = self._core.open_request(req_context.req_id, tiers, stores_to)
+
+        def position(key: BlockKey) -> int | None:
+            end: int | None = req_context.get_offload_key_position(OffloadKey(key))
+            return end
+
+        request = self._core.open_request(req_context.req_id, tiers, stores_to, position)
         self._requests[req_context.req_id] = request
         return request
 
