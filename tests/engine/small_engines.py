@@ -107,6 +107,7 @@ def connector_settings(root: Path | None, changes: Mapping[str, Any]) -> dict[st
         "spec_name": "KVTierSpec",
         "spec_module_path": "kvtier.vllm",
         "cpu_bytes_to_use": "64MiB",
+        "prefill_tokens_per_s": "unknown",  # a tiny model computes faster than anything reads
         "weights_epoch": "test",
         "secondary_tiers": [{"type": "fs", "root_dir": str(root)}] if root else [],
         **changes,
