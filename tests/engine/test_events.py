@@ -71,10 +71,12 @@ def test_arrivals_and_departures_by_tier(engines, prompt, tmp_path) -> None:
         assert set(news[STORED, *SHELF]) == blocks
         assert not any(kind == REMOVED for kind, _, _ in news)
 
-        engine.generate(prompt(600))  # 18 blocks, where 21 have room
+        engine.generate(prompt(330))  # 10 blocks, where 21 have room
+        assert (REMOVED, *CPU) not in told.more()
+        engine.generate(prompt(330))
         news = told.more()
         assert set(news[REMOVED, *CPU]) <= blocks
-        assert len(news[REMOVED, *CPU]) == 2
+        assert len(news[REMOVED, *CPU]) == 4
         assert (REMOVED, *SHELF) not in news
 
         engine.drop_pool()

@@ -56,6 +56,9 @@ def test_storm(engines, prompt, tmp_path, kind, pool, blocks, chunk, seed) -> No
         cpu_bytes_to_use=pool,
         blocks_per_chunk=chunk,
         absent_ttl_ms=50,
+        tier_stall_ms=300,
+        tier_backoff_ms=10,
+        tier_backoff_max_ms=20,
         secondary_tiers=[
             {"type": "scripted_tier:ScriptedTierType", "name": "slow", "root_dir": str(tmp_path)}
         ],
@@ -105,6 +108,12 @@ def test_storm(engines, prompt, tmp_path, kind, pool, blocks, chunk, seed) -> No
         finished += 1
     assert not alive
     assert finished > 10
+    engine.quiet()
+    for _ in range(3):  # the storm is over: the tier is tried again, filled, and serves
+        engine.drop_pool()
+        answers = [engine.generate(p) for p in prompts]
+        assert [answer.tokens[0] for answer in answers] == expected
+        engine.quiet()
     figures = engine.quiet()
     assert figures["vllm:kvtier_hit_tokens{slow}"] > 0
     look = engine.call("look")
