@@ -27,6 +27,8 @@ UNITS = (
     "policies",
     "presence",
     "plans",
+    "boundary",
+    "stored_is_looked_up",
     "health",
     "cascades",
     "lending",
@@ -64,7 +66,7 @@ def main() -> int:
     """Run all mutants; 1 when one survives."""
     tests = ["tests/machine/test_machine.py"]
     if "--machine" not in sys.argv[1:]:
-        tests = [f"tests/unit/test_{n}.py" for n in UNITS] + tests
+        tests = [f"tests/unit/test_{name}.py" for name in UNITS] + tests
     survivors = 0
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     mutants = [

@@ -104,7 +104,7 @@ class Admission:
         # Hung reads are out of reach for long.
         budget_max = min(self._limits.promoting_max, self._pool.num_slots) - sum(ledger.stuck)
         rooms = {tier: self._room(tier) for tier in set(request.wishes.values())}
-        scan, beyond = align(request.scan, self._windows, request.position)
+        scan, beyond = align(request.scan, self._windows, request.position, self._readable)
         request.denied.update(key for key in beyond if key in request.wishes)
         granted = plan(scan, request.wishes, self._pool, budget_max, self._windows, rooms)
         request.denied.update(granted.cut)
@@ -128,6 +128,10 @@ class Admission:
             return True
         self._promote(request, granted, by_tier)
         return True
+
+    def _readable(self, key: BlockKey) -> bool:
+        block = self._pool.blocks.get(key)
+        return block is not None and block.ready
 
     def _room(self, tier: TierId) -> int:
         """The most that one grant may read from a tier."""

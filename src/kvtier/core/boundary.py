@@ -1,20 +1,24 @@
 """Where the groups of one request meet: the prompt is reused up to one boundary, in all of them.
 
 The unit of loss is the request's hit. What one group holds beyond what another one has is worth
-nothing to this request, and is not read. A window that lies beyond the boundary is the wrong one:
-the engine asks for the right one when it has learnt the boundary, so it is not read either.
+nothing to this request, and is not read. While full groups are not all readable, the engine does
+not know the boundary yet, and a window that lies beyond it is the wrong one: it is not read, since
+the engine asks for the right one later. After that it knows what it asks for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.core.requests import Position
 from kvtier.core.types import BlockKey, group_of
 
 
 def align(
-    scan: Sequence[BlockKey], windows: frozenset[int], position: Position | None
+    scan: Sequence[BlockKey],
+    windows: frozenset[int],
+    position: Position | None,
+    readable: Callable[[BlockKey], bool],
 ) -> tuple[Sequence[BlockKey], list[BlockKey]]:
     """Cut a scan at the boundary that its groups have in common.
 
@@ -23,6 +27,7 @@ def align(
             the run that its lookup ended with, from the right.
         windows: groups that are looked up from the right.
         position: end of a key's tokens; None if unknown.
+        readable: whether a key can be read in the primary now.
 
     Returns:
         What is worth having now, and what lies beyond the boundary in full groups. Each of them
@@ -44,6 +49,8 @@ def align(
     full = [end for group, end in ends.items() if group not in windows]
     boundary = min(full, default=max(ends.values(), default=0))
     wrong = {group for group, end in ends.items() if group in windows and end > boundary}
+    if wrong and all(readable(key) for key in scan if group_of(key) not in windows):
+        wrong = set()
     # A window group that found nothing leaves nothing to load; the engine will see that itself.
     if windows <= groups.keys() and not wrong:
         boundary = min(ends.values())

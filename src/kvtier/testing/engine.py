@@ -39,10 +39,12 @@ class Groups:
     Attributes:
         full: groups in which each block needs all blocks before it.
         windows: group -> blocks of its window.
+        ahead: groups that speculate: they look one block ahead, and give the last one back.
     """
 
     full: tuple[int, ...] = (0,)
     windows: Mapping[int, int] | None = None
+    ahead: frozenset[int] = frozenset()
 
     def window(self, group: int) -> int | None:
         """Blocks of a group's window; None for a full group."""
@@ -67,21 +69,31 @@ def scan(ask: Ask, prompt: Sequence[int], groups: Groups) -> int | None:
     """Blocks of the prompt that can be loaded now; None: ask again in a later step."""
     end, before = len(prompt), 0
     certain = True
+    given_back: set[int] = set()
     todo = groups.order
     while todo:
         again: tuple[int, ...] = ()
         window_seen = False
         for group in todo:
-            keys = [key_of(block, group) for block in prompt[:end]]
+            ahead = int(group in groups.ahead and group not in given_back)
+            keys = [key_of(block, group) for block in prompt[: end + ahead]]
             window = groups.window(group)
-            found = _from_left(ask, keys) if window is None else _from_right(ask, keys, window)
+            if window is None:
+                found = _from_left(ask, keys)
+            else:
+                found = _from_right(ask, keys, window + ahead)
             if found == 0:
                 return 0
             if found is None:
                 certain = False
             else:
-                end = min(end, found)
+                end = min(end, found - ahead)
+                given_back |= {group} if ahead else set()
+            if end <= 0:
+                return 0
             if end < before:
+                if group not in groups.ahead:
+                    given_back.clear()
                 if not certain:
                     certain, again = True, groups.order
                 elif window_seen and not again:
