@@ -457,3 +457,16 @@ def test_absence_is_no_fault() -> None:
     for n in range(50, 60):
         assert world.serve(str(n), [n]) == 0
     assert world.manager.ledger.reads[T0].opened == 0
+
+
+@pytest.mark.parametrize("hung_moves", [True, False])
+def test_what_is_answered_of_one_kind_does_not_excuse_the_other(hung_moves: bool):
+    """Lookups that are answered hide no hung read, nor reads that flow a hung lookup."""
+    circuit = Circuit(Patience(stall_s=10.0), 0.0)
+    circuit.submitted(0.0, moves=hung_moves)
+    for second in range(1, 10):
+        circuit.submitted(float(second), moves=not hung_moves)
+        circuit.ended(float(second), None, moves=not hung_moves, moved=not hung_moves)
+        assert not circuit.stalled(float(second))
+    assert circuit.stalled(10.0)
+    assert circuit.state is State.OPEN
