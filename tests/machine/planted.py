@@ -610,12 +610,6 @@ MUTANTS = [
         "            if granted.missing:\n",
     ),
     Mutant(
-        "an old refusal is remembered",
-        "admission.py",
-        "                request.refused = None\n                del self",
-        "                del self",
-    ),
-    Mutant(
         "who was told to wait waits for ever",
         "admission.py",
         "free[0] == last[0] and free[1] <= last[1]:",
@@ -626,13 +620,6 @@ MUTANTS = [
         "admission.py",
         "free[0] == last[0] and free[1] <= last[1]:",
         "free[0] < last[0]:",
-    ),
-    Mutant(
-        "wishes are granted of a tier that is on trial",
-        "admission.py",
-        "        if not all(reads[tier].allows(now) for tier in set(request.wishes.values())):\n"
-        "            return False\n",
-        "        reads, now\n",
     ),
     Mutant(
         "reads take more than their share",

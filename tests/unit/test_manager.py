@@ -842,3 +842,35 @@ def test_what_is_there_when_a_request_stores_is_used_once(writing: int) -> None:
     finished(world, "a")
     assert policy.of(0, 1, 2, 3) == [1, 1, 1, 0]
     world.whole()
+
+
+def test_a_deadline_is_shortened_and_never_put_off() -> None:
+    world = World(8, 8, wait_max_s=30.0)
+    world.fill(T0, range(2))
+    world.open("a", range(2))
+    assert world.ask("a") is None
+    request = world.requests["a"]
+    world.manager._hurry(request, 2.0)
+    assert request.deadline == 2.0
+    world.manager._hurry(request, 5.0)
+    assert request.deadline == 2.0
+
+
+@pytest.mark.parametrize("first", range(0, 400, 25))
+def test_a_store_that_ends_in_parts_ends_only_what_is_still_its_own(first: int) -> None:
+    """The order in which keys of a set come is by chance, so there are several."""
+    world = World(4, 4)
+    lost, kept = key_of(first), key_of(first + 1)
+    world.manager.prepare_store("a", [lost, kept])
+    world.manager.complete_store([lost])
+    for _ in range(2):
+        world.step()
+    filler = [key_of(first + i) for i in range(2, 5)]
+    world.manager.complete_store(world.manager.prepare_store("b", filler))  # evicts the lost one
+    for _ in range(2):
+        world.step()
+    assert list(world.manager.prepare_store("c", [lost])) == [lost], "it is stored anew"
+    world.manager.complete_store([lost, kept])
+    world.manager.check()
+    request = world.manager.open_request("d")
+    assert [world.manager.lookup(request, key) for key in (lost, kept)] == [Lookup.HIT] * 2
