@@ -11,10 +11,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -22,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from kvtier.affinity import use_all_cores
 from kvtier.core.types import BlockKey, Completion, Done, Fault
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager, TierCounters
 from kvtier.drivers.faults import fault_of, worse
@@ -156,7 +155,7 @@ class ThreadedDriver(SecondaryTierManager):
 
     def _serve(self, bulk_first: bool) -> None:
         """Body of every thread."""
-        _leave_pinned_core()
+        use_all_cores()
         first, second = (self._bulk, self._urgent) if bulk_first else (self._urgent, self._bulk)
         header = memoryview(bytearray(HEADER_BYTES))  # of this thread's reads
         while True:
@@ -374,11 +373,3 @@ class _Place:
     failed: int = 0  # attempts to open since the last success
     retry_at: float = 0.0
     fault: Fault = Fault.ERROR
-
-
-def _leave_pinned_core() -> None:
-    """Let this thread run on every core that the process may use: the engine pins its main thread
-    to one core, and new threads inherit that.
-    """
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -7,7 +7,6 @@ a call, by `process_vm_readv` on the own process. Where that is forbidden, `memm
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
@@ -18,6 +17,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from kvtier.affinity import use_all_cores
 from kvtier.errors import KVTierError
 from kvtier.vllm.copy_plan import Addresses, CopyPlan
 from kvtier.vllm.executors.base import CopyResult
@@ -143,7 +143,7 @@ class CPUExecutor:
         self._thread.join()
 
     def _run(self) -> None:
-        _use_all_cpus()
+        use_all_cores()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._closing)
@@ -161,9 +161,3 @@ class CPUExecutor:
                 self._running.discard(job_id)
                 self._finished.append(CopyResult(job_id, error, plan.num_bytes, took))
                 self._changed.notify_all()
-
-
-def _use_all_cpus() -> None:
-    """The engine pins its main thread to one core, and threads inherit that."""
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
