@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvtier.config import Settings, TierSettings
-from kvtier.core.health import Patience
+from kvtier.core.health import Patience, State
 from kvtier.core.limits import Limits
 from kvtier.core.manager import TieringManager
 from kvtier.core.pool import BlockPool
@@ -106,6 +106,7 @@ class Offloader:
         self.region = region
         self._keep_tiers = settings.weights_epoch is not None
         self._clock = clock
+        self._down: set[tuple[str, str]] = set()  # what is left alone now
         self._namespaces = [namespace] if namespace is not None else []
         self.core = TieringManager(
             BlockPool(num_slots, load_policy(settings.eviction_policy)(num_slots)),
@@ -125,11 +126,31 @@ class Offloader:
         for driver in self.drivers:
             completions += driver.get_finished()
         self.core.begin_step(self._clock(), completions)
+        self._tell_health()
 
     def end(self) -> None:
         """A step ends: hand the core's commands to the tiers."""
         for command in self.core.end_step():
             self._submit(command)
+
+    def _tell_health(self) -> None:
+        """Log when a tier begins to be left alone, and when it is in use again; not each trial."""
+        ledger = self.core.ledger
+        for place, tier in enumerate(self.tiers):
+            for circuit, doing in (
+                (ledger.reads[place], "reads from"),
+                (ledger.writes[place], "writes to"),
+            ):
+                down = circuit.state is not State.CLOSED
+                if down == ((tier.name, doing) in self._down):
+                    continue
+                if down:
+                    self._down.add((tier.name, doing))
+                    fault = circuit.fault.value if circuit.fault is not None else "unknown"
+                    log.warning("No %s tier %s for a while: %s", doing, tier.name, fault)
+                else:
+                    self._down.discard((tier.name, doing))
+                    log.warning("Again %s tier %s", doing, tier.name)
 
     def reset(self) -> None:
         """Forget the primary at once. The tiers' blocks stay valid only if the operator named the
