@@ -179,8 +179,9 @@ class Offloader:
             case Write(job=job, keys=keys, slots=slots):
                 views = SlotViews(self.region, slots, readonly=True)
                 driver.submit_store(JobMetadata(job, keys, views, namespace))
-            case Lend():
-                raise AssertionError("no built-in tier asks for blocks")
+            case Lend(job=job, ticket=ticket, keys=keys, slots=slots, missing=missing):
+                views = SlotViews(self.region, slots, readonly=True)
+                driver.submit_lend(ticket, JobMetadata(job, keys, views, namespace), missing)
 
     def _opener(self, tier: ConfiguredTier) -> Callable[[str], Tier]:
         def open_tier(digest: str) -> Tier:

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.config import Settings
 from kvtier.core.health import State
-from kvtier.core.types import Completion, Done, Fault, Lookup
+from kvtier.core.types import Completion, Done, Fault, JobId, Lookup, TierId, Wanted
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager, TierCounters
 from kvtier.errors import TierFullError
 from kvtier.namespace import Namespace
@@ -155,6 +155,36 @@ def test_a_reset_opens_a_namespace_of_its_own_unless_the_weights_are_named(make:
         store(offloader, 2)
         assert len(set(seen)) == namespaces
         seen.clear()
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_driver_that_asks_for_blocks_gets_them_until_it_is_done(make: Make, takes: bool):
+    offloader, driver, _ = make(lending_share=0.1)
+    for block in (1, 2):
+        store(offloader, block)
+    lent: list[tuple[int, list[bytes], tuple[object, ...]]] = []
+
+    def take(ticket: int, job: JobMetadata, missing: Any) -> None:
+        assert all(view.readonly for view in job.spec)
+        lent.append((job.job_id, [bytes(view[:4]) for view in job.spec], tuple(missing)))
+
+    if takes:
+        driver.submit_lend = take  # type: ignore[method-assign]
+    for block in (1, 2):
+        slot = offloader.core.pool.blocks[key_of(block)].slot
+        offloader.region.rows[slot][:] = block
+    driver.finished.append(Wanted(TierId(0), 5, (key_of(1), key_of(9), key_of(2))))
+    offloader.begin()
+    offloader.end()
+    if takes:
+        ((job, bytes_lent, missing),) = lent
+        assert bytes_lent == [b"\1" * 4, b"\2" * 4]
+        assert missing == (key_of(9),)
+        assert offloader.core.pool.pinned == 2
+        driver.finished.append(Done(JobId(job)))
+    offloader.begin()
+    assert offloader.core.pool.pinned == 0
+    assert offloader.drivers[0].errors == (not takes)
 
 
 @pytest.mark.parametrize("num_tiers", [0, 1, 2, 3])

@@ -113,6 +113,17 @@ class SecondaryTierManager(ABC):
     def submit_lookup(self, job: JobMetadata) -> None:
         """Ask which of the job's keys the tier holds."""
 
+    def submit_lend(self, ticket: int, job: JobMetadata, missing: Sequence[BlockKey]) -> None:
+        """Answer to a `Wanted` of this driver: the job's slots hold its keys, to be read until the
+        driver reports `Done`, or the lease ends unrenewed; `missing` cannot be lent.
+
+        Args:
+            ticket: of the question.
+            job: keys, and read-only views of their slots.
+            missing: the keys that were asked for in vain.
+        """
+        raise NotImplementedError("a driver that asks for blocks takes the answer")
+
     @abstractmethod
     def get_finished(self) -> list[Completion]:
         """Completions since the last call, in the order in which they happened."""

@@ -37,15 +37,19 @@ class GuardedDriver(SecondaryTierManager):
 
     def submit_store(self, job: JobMetadata) -> None:
         """Pass a store on; a job that is not taken ends as failed."""
-        self._submit("submit_store", self._driver.submit_store, job)
+        self._submit("submit_store", lambda: self._driver.submit_store(job), job)
 
     def submit_load(self, job: JobMetadata) -> None:
         """Pass a load on; a job that is not taken ends as failed."""
-        self._submit("submit_load", self._driver.submit_load, job)
+        self._submit("submit_load", lambda: self._driver.submit_load(job), job)
 
     def submit_lookup(self, job: JobMetadata) -> None:
         """Pass a lookup on; a job that is not taken ends as failed."""
-        self._submit("submit_lookup", self._driver.submit_lookup, job)
+        self._submit("submit_lookup", lambda: self._driver.submit_lookup(job), job)
+
+    def submit_lend(self, ticket: int, job: JobMetadata, missing: Sequence[BlockKey]) -> None:
+        """Pass an answer on; one that is not taken gives back what was lent."""
+        self._submit("submit_lend", lambda: self._driver.submit_lend(ticket, job, missing), job)
 
     def get_finished(self) -> list[Completion]:
         """Completions since the last call."""
@@ -67,9 +71,9 @@ class GuardedDriver(SecondaryTierManager):
         """Stop the driver; False if it raises, since something may be running then."""
         return self._ask("close", lambda: self._driver.close(timeout_s), lambda: False)
 
-    def _submit(self, where: str, submit: Callable[[JobMetadata], None], job: JobMetadata) -> None:
+    def _submit(self, where: str, submit: Callable[[], None], job: JobMetadata) -> None:
         try:
-            submit(job)
+            submit()
         except Exception as error:  # noqa: BLE001 - a tier's fault is not the engine's
             self._count(where, error)
             self._failed.append(Done(job.job_id, frozenset(), fault_of(error)))
