@@ -67,6 +67,7 @@ def start(model: str = "model") -> Start:
         tokens_per_block=32,
         device_blocks=4,
         tensor_parallel=1,
+        dtype="auto",
         connector={},
     )
 

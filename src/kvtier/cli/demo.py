@@ -97,6 +97,7 @@ class _Demo:
             # Room for one request and a third, so that the next prompt evicts the one before.
             device_blocks=self._max_len * 4 // 3 // TOKENS_PER_BLOCK + 2,
             tensor_parallel=options.tensor_parallel,
+            dtype="auto" if options.model else "float32",
             connector=connector_config(directory / TIER_DIRECTORY),
         )
 

@@ -52,6 +52,7 @@ class Engine:
         self._llm = LLM(
             start.model,
             skip_tokenizer_init=True,
+            dtype=start.dtype,
             max_model_len=start.max_len,
             block_size=start.tokens_per_block,
             num_gpu_blocks_override=start.device_blocks,

@@ -21,6 +21,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     device_blocks: int
     """Size of the device cache, in GPU blocks."""
     tensor_parallel: int
+    dtype: str
+    """Type of activations and KV cache; `auto` leaves it to vLLM, which avoids float32."""
     connector: dict[str, Any]
     """The connector's extra configuration."""
 

@@ -169,8 +169,14 @@ def make_mla_model(
 
 
 def make_demo_model(path: str | os.PathLike[str]) -> Path:
-    """The model of `kvtier demo`: 12 layers, 4 KV heads, about 85 million parameters."""
-    return make_gqa_model(path, layers=12, hidden=768, heads=12, kv_heads=4, max_len=8192)
+    """The model of `kvtier demo`: 12 layers, 4 KV heads, about 85 million parameters.
+
+    In float32, so that a prompt computed whole and one computed from a cached prefix give the same
+    tokens: in bfloat16 the order of sums decides between close ones.
+    """
+    return make_gqa_model(
+        path, layers=12, hidden=768, heads=12, kv_heads=4, max_len=8192, dtype="float32"
+    )
 
 
 def _make(path: Path, model_type: str, options: Mapping[str, Any], seed: int, dtype: DType) -> Path:
