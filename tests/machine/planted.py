@@ -848,7 +848,7 @@ MUTANTS = [
     Mutant(
         "a job has no bound",
         "ledger.py",
-        "for start in range(0, len(keys), self._limits.job_max):\n            self._read",
-        "for start in range(0, len(keys), max(len(keys), 1)):\n            self._read",
+        "tuple(keys[start : start + self._limits.job_max]), request)",
+        "tuple(keys), request)\n            break",
     ),
 ]
