@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvtier.core.requests import Position
-from kvtier.core.types import BlockKey, group_of
+from kvtier.core.types import GROUP_BYTES, BlockKey, group_of
 
 
 def align(
@@ -33,13 +33,11 @@ def align(
         What is worth having now, and what lies beyond the boundary in full groups. Each of them
         keeps one block more than the boundary needs: a speculating group looks one ahead.
     """
-    if position is None:
+    if position is None or (not windows and _one_group(scan)):
         return scan, []
     groups: dict[int, list[BlockKey]] = {}
     for key in dict.fromkeys(scan):
         groups.setdefault(group_of(key), []).append(key)
-    if len(groups) < 2 and not windows:
-        return scan, []
     ends: dict[int, int] = {}
     for group, keys in groups.items():
         end = position(keys[0] if group in windows else keys[-1])
@@ -62,3 +60,9 @@ def align(
     out = set(beyond)
     kept = [key for key in scan if key not in out and group_of(key) not in wrong]
     return kept, beyond
+
+
+def _one_group(scan: Sequence[BlockKey]) -> bool:
+    """Whether all keys are of one group: most models have but one, so this has to be quick."""
+    group = scan[0][-GROUP_BYTES:] if scan else b""
+    return all(key.endswith(group) for key in scan)
