@@ -111,9 +111,10 @@ class Ledger:
             request.waits.add(job)
         self.presence[tier].set_probing(keys, job.command.job)
 
-    def wait_for_probe(self, request: Request, belief: float) -> None:
-        """Let a request wait for the running probe that a belief names."""
-        if (job := self._jobs.get(JobId(int(-belief)))) is not None:
+    def wait_for_probe(self, request: Request, tier: TierId, key: BlockKey) -> None:
+        """Let a request wait for the running probe that asks a tier for this key."""
+        probe = self.presence[tier].probe_of(key)
+        if probe is not None and (job := self._jobs.get(probe)) is not None:
             job.waiters[request] = None
             request.waits.add(job)
 

@@ -293,7 +293,7 @@ class TieringManager:
         for tier in unknown:
             belief = self._beliefs[tier].get(key)
             if belief is not None and belief < 0:
-                self._ledger.wait_for_probe(request, belief)
+                self._ledger.wait_for_probe(request, tier, key)
             else:
                 self._to_probe[tier][key] = None
                 self._probers[tier][request] = None
