@@ -20,7 +20,7 @@ from kvtier.errors import ConfigError, MissingBlockError
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
 from kvtier.testing.contract import TierContract
 from kvtier.tiers.base import SupportsDelete, Tier
-from kvtier.tiers.files import FilesTier, check_root
+from kvtier.tiers.fs.files import FilesTier, check_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -287,7 +287,7 @@ WRITER = """
 import sys, itertools
 from pathlib import Path
 from kvtier.testing.blocks import NAMESPACE, block_of, key_of
-from kvtier.tiers.files import FilesTier
+from kvtier.tiers.fs.files import FilesTier
 tier = FilesTier(Path(sys.argv[1]), NAMESPACE)
 for i in itertools.count(int(sys.argv[2])):
     content = memoryview(block_of(key_of(i), int(sys.argv[3])))
@@ -335,7 +335,7 @@ LIMITED = """
 import errno, resource, sys
 from pathlib import Path
 from kvtier.testing.blocks import NAMESPACE, block_of, key_of
-from kvtier.tiers.files import FilesTier
+from kvtier.tiers.fs.files import FilesTier
 tier = FilesTier(Path(sys.argv[1]), NAMESPACE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 content = memoryview(block_of(key_of(1), 300_000))
@@ -436,7 +436,7 @@ def test_processes_that_start_together_share_a_namespace(tmp_path: Path) -> None
 import sys
 from pathlib import Path
 from kvtier.testing.blocks import NAMESPACE, block_of, key_of
-from kvtier.tiers.files import FilesTier
+from kvtier.tiers.fs.files import FilesTier
 sys.stdin.readline()
 tier = FilesTier(Path(sys.argv[1]), NAMESPACE, {"model": "tiny"})
 for i in range(30):

@@ -13,7 +13,7 @@ from kvtier.drivers.threaded import LOOKUP_BATCH, OPEN_TIERS_MAX, ThreadedDriver
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, ArraySlots, block_of, key_of
 from kvtier.testing.contract import DriverContract
 from kvtier.testing.faults import Fail, FaultyTier, Hang
-from kvtier.tiers.files import FilesTier
+from kvtier.tiers.fs.files import FilesTier
 from kvtier.tiers.memory import MemoryTier
 
 if TYPE_CHECKING:

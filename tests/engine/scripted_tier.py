@@ -17,7 +17,7 @@ import msgspec
 from kvtier.core.types import BlockKey, group_of
 from kvtier.envelope import seal
 from kvtier.tiers.base import Buffers
-from kvtier.tiers.files import FilesTier, check_root
+from kvtier.tiers.fs.files import FilesTier, check_root
 
 OPERATIONS = ("exists", "read", "write")
 

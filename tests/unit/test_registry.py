@@ -14,7 +14,7 @@ from kvtier.errors import ConfigError
 from kvtier.testing.blocks import NAMESPACE, key_of
 from kvtier.testing.contract import TierContract
 from kvtier.tiers import registry
-from kvtier.tiers.fs import FsSettings
+from kvtier.tiers.fs.tier_type import FsSettings
 from kvtier.tiers.registry import TierType, decode_settings, load_tier_type, tier_type_names
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ Jobs, threads, deadlines, the envelope, retries, counters and events are the dri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from kvtier.core.types import BlockKey
@@ -51,4 +51,44 @@ class SupportsDelete(Protocol):
 
     def delete(self, key: BlockKey) -> None:
         """Forget a block; absent is fine."""
+        ...
+
+
+@runtime_checkable
+class SupportsBatch(Protocol):
+    """Optional: the tier moves several blocks with fewer calls than one each."""
+
+    def read_batch(
+        self, keys: Sequence[BlockKey], into: Sequence[Buffers]
+    ) -> Sequence[BaseException | None]:
+        """Like `read` for each of several blocks.
+
+        Returns:
+            One entry per key, in order: None if the block was read, else what `read` would have
+            raised for it. A failure of one block is no failure of another.
+        """
+        ...
+
+    def write_batch(
+        self, keys: Sequence[BlockKey], data: Sequence[Buffers]
+    ) -> Sequence[BaseException | None]:
+        """Like `write` for each of several blocks; entries as in `read_batch`."""
+        ...
+
+
+@runtime_checkable
+class SupportsDropped(Protocol):
+    """Optional: the tier evicts, and tells what."""
+
+    def take_dropped(self) -> Sequence[BlockKey]:
+        """Keys that this tier gave up since the last call, each once."""
+        ...
+
+
+@runtime_checkable
+class SupportsFigures(Protocol):
+    """Optional: the tier knows how full it is and what went wrong in it."""
+
+    def figures(self) -> Mapping[str, float]:
+        """Levels and running totals by name, e.g. `used_bytes`; cheap, called every second."""
         ...

@@ -82,7 +82,7 @@ class BuiltIn:
 
 
 TIER_TYPES: Mapping[str, BuiltIn] = {
-    "fs": BuiltIn("kvtier.tiers.fs:FsTierType"),
+    "fs": BuiltIn("kvtier.tiers.fs.tier_type:FsTierType"),
     "memory": BuiltIn("kvtier.tiers.memory:MemoryTierType"),
 }
 

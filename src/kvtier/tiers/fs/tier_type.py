@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from kvtier.tiers.files import FilesTier, check_root
+from kvtier.tiers.fs.files import FilesTier, check_root
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

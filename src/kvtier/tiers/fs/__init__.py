@@ -1,0 +1,1 @@
+"""Blocks in a file system: two layouts, `files` and `segments`, behind one tier."""
