@@ -24,7 +24,7 @@ class Space(Protocol):
         ...
 
     def owed(self) -> int:
-        """Bytes that this process should delete and give back soon: the others wait for them, or the
+        """Bytes that this process should delete and give back soon: others wait for them, or the
         mount runs short of `min_free`. 0 most of the time.
 
         Only a layout whose blocks belong to one process (`segments`) needs to ask.
