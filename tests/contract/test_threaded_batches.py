@@ -7,6 +7,7 @@ import errno
 import hashlib
 import mmap
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -108,12 +109,7 @@ def test_the_first_job_waits_for_nothing_but_the_opening() -> None:
     tier = BatchTier(MemoryTier())
     driver = ThreadedDriver("x", lambda namespace: tier, num_threads=2)
     drive.store(driver, 1, [key_of(i) for i in range(101)])
-    assert tier.batches[0] == 1
-    assert (
-        sorted(tier.batches[1:]) == [49, 51]
-        or sorted(tier.batches[1:]) == [50, 50]
-        or (sum(tier.batches) == 101 and max(tier.batches) == 51)
-    )
+    assert sorted(tier.batches) == [1, 49, 51]
     assert driver.close()
 
 
@@ -146,13 +142,13 @@ def test_each_block_of_a_batch_has_its_own_outcome() -> None:
     done = finished(driver)
     assert done == [Done(1, frozenset(set(keys) - {key_of(3)}), Fault.FULL)]
     driver.submit_load(drive.job(2, keys, slots))
-    lost = {key_of(3), key_of(4), key_of(5), key_of(6)}
+    lost = {key_of(4), key_of(5), key_of(6)}
     assert finished(driver) == [Done(2, frozenset(set(keys) - lost), Fault.ERROR)]
     counters = driver.counters()
     assert counters.faults == {"enospc": 1, "eio": 1}
     assert (counters.write_blocks, counters.write_failures) == (9, 1)
-    assert (counters.read_blocks, counters.read_failures, counters.corrupt_blocks) == (6, 1, 1)
-    assert drive.lookup(driver, 3, keys) == frozenset(set(keys) - {key_of(3), key_of(5)})
+    assert (counters.read_blocks, counters.read_failures, counters.corrupt_blocks) == (7, 1, 1)
+    assert drive.lookup(driver, 3, keys) == frozenset(set(keys) - {key_of(5)})
     assert driver.close()
 
 
@@ -175,7 +171,9 @@ def test_a_batch_that_fails_as_a_whole_fails_its_blocks(short: bool) -> None:
 def finished(driver: ThreadedDriver, count: int = 1) -> list[object]:
     """So many completions, waited for by the callback's side of it."""
     found: list[object] = []
+    deadline = time.monotonic() + 30
     while len(found) < count:
+        assert time.monotonic() < deadline
         found += driver.get_finished()
     return found
 
@@ -195,9 +193,10 @@ class TellingTier(MemoryTier):
 
 def test_what_a_tier_drops_is_told_with_its_name_and_wakes_the_owner() -> None:
     woken = threading.Event()
-    tier = TellingTier([(key_of(1), key_of(2))])
+    tier = TellingTier([])
     driver = ThreadedDriver("x", lambda _: tier, 2, TierId(3), on_finished=woken.set)
     drive.lookup(driver, 1, [key_of(1)])
+    tier.told.append((key_of(1), key_of(2)))
     found = finished(driver)
     assert found == [Dropped(TierId(3), (key_of(1), key_of(2)), Reason.EVICTED)]
     assert driver.counters().figures == {"used_bytes": 5.0}
