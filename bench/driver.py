@@ -8,8 +8,8 @@ several blocks, all submitted at once, while the main thread
     busy   computes in Python all the time, and polls every 4 ms
 
 Loads read what was just written. A *GIL gap* is a gap in the main thread's computing in which it
-slept, so neighbours do not count; the cost of the main thread is its own time on the
-processor in submit and poll. Baselines are the same driver's idle figure, or the bound that was set.
+slept, so neighbours do not count; the cost of the main thread is its own time on the processor in
+submit and poll. Baselines are the same driver's idle figure, or the bound that was set.
 """
 
 from __future__ import annotations

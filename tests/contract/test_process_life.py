@@ -391,6 +391,28 @@ def test_nonsense_ends_the_process_and_nothing_else(stage: Stage, tmp_path: Path
     assert (counters.process_kills, counters.process_crashes) == (1, 0)
 
 
+def test_what_hung_once_may_be_over_when_it_is_heard(stage: Stage, tmp_path: Path):
+    """The report lay in the socket while nobody polled."""
+    body = (
+        HEADER
+        + "sock.send(report([8, [], [], C, 99.0, []]))\n"
+        + "while len(sock.recv(1 << 20, socket.MSG_PEEK)) < size: pass\n"
+        + "sock.send(report([8, [[6, 1, b'\\1', '']], [], C, 0.0, []]))\ntime.sleep(600)"
+    ).replace("size", "6000")
+    driver = stage.make(executable=program(tmp_path, body))
+    stage.submit(driver, "store", 1, 1)
+    process = driver._process
+    assert process is not None
+    stage.poll(driver, lambda _: process.stuck_at is not None)
+    stage.clock.now += 60.0
+    driver.get_finished()
+    stage.submit(driver, "store", 2, *range(100))
+    assert stage.done(driver, 1).ok == {key_of(1)}
+    stage.clock.now += 1.0
+    driver.get_finished()
+    assert driver.counters().process_kills == 0
+
+
 def test_half_a_message_is_no_message(stage: Stage, tmp_path: Path):
     body = HEADER + "sock.send(report([8, [[6, 1, b'\\1', '']], [], C, 0.0, []])[:-1])"
     driver = stage.make(executable=program(tmp_path, body))
