@@ -398,7 +398,7 @@ def test_what_hung_once_may_be_over_when_it_is_heard(stage: Stage, tmp_path: Pat
         + "sock.send(report([8, [], [], C, 99.0, []]))\n"
         + "while len(sock.recv(1 << 20, socket.MSG_PEEK)) < size: pass\n"
         + "sock.send(report([8, [[6, 1, b'\\1', '']], [], C, 0.0, []]))\ntime.sleep(600)"
-    ).replace("size", "6000")
+    ).replace("size", "8000")
     driver = stage.make(executable=program(tmp_path, body))
     stage.submit(driver, "store", 1, 1)
     process = driver._process
@@ -406,7 +406,7 @@ def test_what_hung_once_may_be_over_when_it_is_heard(stage: Stage, tmp_path: Pat
     stage.poll(driver, lambda _: process.stuck_at is not None)
     stage.clock.now += 60.0
     driver.get_finished()
-    stage.submit(driver, "store", 2, *range(100))
+    stage.submit(driver, "store", 2, *range(300))
     assert stage.done(driver, 1).ok == {key_of(1)}
     stage.clock.now += 1.0
     driver.get_finished()
