@@ -17,6 +17,7 @@ import pytest
 from process_stage import Stage, drive
 
 from kvtier.core.types import Done, Fault
+from kvtier.drivers.process import pidfd
 from kvtier.drivers.process.driver import POLL_GAP_S, START_S, STEADY_S, ProcessDriver
 from kvtier.drivers.process.process import POLL_BYTES_MAX, POLL_FRAMES_MAX
 from kvtier.testing.blocks import block_of, key_of
@@ -154,8 +155,8 @@ def test_no_slot_is_given_back_while_its_process_may_write(
     driver = reach(stage, "read", released, hang_s=0.01)
     dying = driver._process
     assert dying is not None
-    send = signal.pidfd_send_signal
-    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
+    kill = pidfd.kill
+    monkeypatch.setattr(pidfd, "kill", lambda *_: None)
     stage.poll(driver, lambda _: driver.pid is None, 0.001)
     assert driver.counters().process_kills == 1
     for _ in range(50):
@@ -168,7 +169,7 @@ def test_no_slot_is_given_back_while_its_process_may_write(
     assert stage.done(driver, 2).ok == {key_of(5)}
     assert dying.pid != driver.pid
     assert driver.get_finished() == []
-    send(dying._pidfd, signal.SIGKILL)
+    kill(dying._pidfd)
     assert stage.done(driver, 1) == Done(1, frozenset(), Fault.UNREACHABLE)
 
 
@@ -177,10 +178,10 @@ def test_processes_that_cannot_be_killed_do_not_pile_up(
 ):
     stage.script.script("write", Hang(released))
     driver = stage.make(hang_s=0.01)
-    send = signal.pidfd_send_signal
+    kill = pidfd.kill
     kept = []
     with monkeypatch.context() as patched:
-        patched.setattr(signal, "pidfd_send_signal", lambda *_: None)
+        patched.setattr(pidfd, "kill", lambda *_: None)
         for job_id in (1, 2):
             kept.append(driver._process)
             stage.submit(driver, "store", job_id, job_id)
@@ -192,7 +193,7 @@ def test_processes_that_cannot_be_killed_do_not_pile_up(
         assert driver.get_finished() == [Done(3, frozenset(), Fault.UNREACHABLE)]
         assert not driver.close(0.0)
     for process in kept:
-        send(process._pidfd, signal.SIGKILL)
+        kill(process._pidfd)
     stage.poll(driver, lambda finished: len(finished) == 2)
 
 

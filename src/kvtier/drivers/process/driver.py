@@ -159,7 +159,7 @@ class ProcessDriver(SecondaryTierManager):
         until = time.monotonic() + timeout_s
         process = self._process
         if process is not None:
-            process.send(Close(timeout_s / 2))
+            process.send(Close(timeout_s / 4))
             while self._process is not None and (left := until - time.monotonic()) > timeout_s / 2:
                 process.wait(left - timeout_s / 2)
                 process.flush()

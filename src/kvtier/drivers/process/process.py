@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import kvtier
 from kvtier.drivers.base import TierCounters
+from kvtier.drivers.process import pidfd
 from kvtier.drivers.process.wire import REPORT_BYTES_MAX, Inbox, ToProcess, frame_of, from_process
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class TierProcess:
             self._socket.close()
             raise
         try:
-            self._pidfd = os.pidfd_open(self._popen.pid)
+            self._pidfd = pidfd.open_pidfd(self._popen.pid)
         except OSError:
             self._socket.close()
             self._popen.kill()
@@ -197,21 +198,17 @@ class TierProcess:
 
     def kill(self) -> None:
         """End it at once. Its slots may be touched until it is `gone`."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        pidfd.kill(self._pidfd)
         self._socket.close()
         self._outbox.clear()
 
     def gone(self, wait_s: float = 0.0) -> bool:
         """Whether no thread of it runs any more, in any system call."""
-        if not self._gone:
-            waiting = select.poll()
-            waiting.register(self._pidfd, select.POLLIN)
-            if waiting.poll(wait_s * 1e3):
-                self._gone = True
-                self._popen.wait()
-                os.close(self._pidfd)
-                self._socket.close()
+        if not self._gone and pidfd.ended(self._pidfd, wait_s):
+            self._gone = True
+            self._popen.wait()
+            os.close(self._pidfd)
+            self._socket.close()
         return self._gone
 
     def wait(self, wait_s: float) -> None:
