@@ -8,7 +8,6 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from kvtier.errors import TierError
 from kvtier.tiers.fs.segments.follower import INLINE_BYTES
 from kvtier.tiers.fs.segments.log import LOG_NAME
 from kvtier.tiers.fs.segments.records import (
@@ -209,7 +208,7 @@ class Upkeep:
         """One step; what goes wrong in it does not keep the others from being done."""
         try:
             step(*arguments)
-        except (OSError, TierError) as error:
+        except Exception as error:  # noqa: BLE001 - a mistake in one must not end them all
             self._owned.totals["upkeep_failures"] += 1
             cause = (getattr(step, "__name__", ""), type(error).__name__)
             if cause not in self._causes:
