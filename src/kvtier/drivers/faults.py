@@ -79,17 +79,6 @@ _BY_TYPE: tuple[tuple[type[BaseException], tuple[Cause, Fault]], ...] = (
     (ConnectionError, (Cause.UNREACHABLE, Fault.UNREACHABLE)),
 )
 
-_CAUSES = {
-    errno.ENOSPC: "enospc",
-    errno.EDQUOT: "edquot",
-    errno.EIO: "eio",
-    errno.EMFILE: "emfile",
-    errno.ENFILE: "emfile",
-    errno.EROFS: "erofs",
-    errno.ESTALE: "estale",
-    errno.ENOENT: "vanished",
-}
-
 
 def fault_of(error: BaseException) -> Fault:
     """The fault that an exception of a tier stands for."""
@@ -104,14 +93,6 @@ def cause_of(error: BaseException) -> Cause:
     behind = error.__cause__ if isinstance(error, TierError) else None
     found = _by_errno(behind) or _by_errno(error) or _by_type(error)
     return found[0] if found else Cause.OTHER
-
-
-def cause_of(error: BaseException) -> str:
-    """A short name of what happened, for counters: of few values, so that it may be a label."""
-    if isinstance(error, OSError) and error.errno in _CAUSES:
-        return _CAUSES[error.errno]
-    fault = fault_of(error)
-    return "other" if fault is Fault.ERROR else fault.value
 
 
 def worse(first: Fault | None, second: Fault | None) -> Fault | None:
