@@ -61,12 +61,12 @@ def test_each_state_has_its_cause_and_its_fault(
 
 
 def test_every_cause_that_an_exception_can_tell_is_in_the_table() -> None:
-    assert {cause for _, cause, _ in STATES} == set(Cause) - {Cause.HUNG}
+    assert {cause for _, cause, _ in STATES} == set(Cause) - {Cause.STALLED}
 
 
 def test_what_the_next_job_would_meet_as_well_opens_the_circuit_at_once() -> None:
     at_once = {cause for _, cause, fault in STATES if fault in REPEATING}
-    assert at_once == set(Cause) - {Cause.EIO, Cause.CORRUPT, Cause.OTHER, Cause.HUNG}
+    assert at_once == set(Cause) - {Cause.EIO, Cause.CORRUPT, Cause.OTHER, Cause.STALLED}
 
 
 def test_a_tier_error_has_the_cause_that_it_was_raised_from() -> None:

@@ -250,12 +250,17 @@ def test_a_full_mount_is_a_state_and_no_mistake(full_mount: Path) -> None:
     assert set(os.listdir(full_mount)) == before
 
 
-@pytest.fixture
-def calls(root: Path, tmp_path: Path) -> BrokenCalls:
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
-        return BrokenCalls(root, tmp_path)
+        return BrokenCalls.build(tmp_path_factory.mktemp("library"))
     except UnavailableError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def calls(root: Path, tmp_path: Path, library: Path) -> BrokenCalls:
+    return BrokenCalls(root, tmp_path, library)
 
 
 def check_below(calls: BrokenCalls, root: Path, answer_s: float = 20.0) -> str:

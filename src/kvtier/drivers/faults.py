@@ -37,7 +37,7 @@ class Cause(StrEnum):
     TIMEOUT = "timeout"  # the server answers too late
     THROTTLED = "throttled"  # asked to slow down
     CORRUPT = "corrupt"  # a block is not what its key says
-    HUNG = "hung"  # nothing came back: told by a driver that gives up a call, never by an exception
+    STALLED = "stalled"  # nothing came back: told by drivers that give up, never by an exception
     OTHER = "other"
 
 

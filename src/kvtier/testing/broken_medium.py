@@ -51,31 +51,34 @@ class BrokenCalls:
 
     Args:
         below: the directory.
-        scratch: where the library and the control file are made; outside `below`.
-
-    Raises:
-        UnavailableError: there is no C compiler.
+        scratch: where the control file is made; outside `below`.
+        library: what `build` made.
     """
 
-    def __init__(self, below: Path, scratch: Path) -> None:
-        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-        if compiler is None:
-            raise UnavailableError("no C compiler")
-        library = scratch / "broken_calls.so"
-        made = subprocess.run(
-            [compiler, "-std=gnu11", "-O1", "-shared", "-fPIC", "-o", library, _SOURCE, "-ldl"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if made.returncode:
-            raise UnavailableError(f"the C compiler fails: {made.stderr}")
+    def __init__(self, below: Path, scratch: Path, library: Path) -> None:
         self._control = scratch / "broken_calls.control"
         self.environment: Mapping[str, str] = {
             "LD_PRELOAD": str(library),
             "KVTIER_BROKEN_BELOW": str(below),
             "KVTIER_BROKEN_CONTROL": str(self._control),
         }
+
+    @staticmethod
+    def build(scratch: Path) -> Path:
+        """Compile the library into a directory.
+
+        Raises:
+            UnavailableError: there is no C compiler, or it fails.
+        """
+        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+        if compiler is None:
+            raise UnavailableError("no C compiler")
+        library = scratch / "broken_calls.so"
+        _run(
+            *(compiler, "-std=gnu11", "-O1", "-shared", "-fPIC", "-o", str(library)),
+            *(str(_SOURCE), "-ldl"),
+        )
+        return library
 
     def answer(self, faults: Mapping[Group, int | Literal["hang"]], names: int = 0) -> None:
         """From now on calls of these groups fail with an errno, or hang; all others work again.
