@@ -2,7 +2,7 @@
  * process (LD_PRELOAD), so that what runs above it is unchanged. See broken_medium.py.
  *
  * A line of the control file is `<group> <errno>`, `<group> hang` or `names <length>`; groups are
- * open create read write stat sync rename unlink mkdir list lock touch statvfs, and `all`.
+ * open create read write stat fstat sync rename unlink mkdir list lock touch statvfs, and `all`.
  * It is read at every call, and again while a call hangs: removing the line lets it go on.
  */
 #define _GNU_SOURCE
@@ -167,8 +167,8 @@ ON_FD(int, ftruncate64, "write", (int fd, off64_t n), (fd, n))
 ON_FD(int, fsync, "sync", (int fd), (fd))
 ON_FD(int, fdatasync, "sync", (int fd), (fd))
 ON_FD(int, flock, "lock", (int fd, int operation), (fd, operation))
-ON_FD(int, fstat, "stat", (int fd, struct stat *to), (fd, to))
-ON_FD(int, fstat64, "stat", (int fd, struct stat64 *to), (fd, to))
+ON_FD(int, fstat, "fstat", (int fd, struct stat *to), (fd, to))
+ON_FD(int, fstat64, "fstat", (int fd, struct stat64 *to), (fd, to))
 ON_FD(int, fstatvfs, "statvfs", (int fd, struct statvfs *to), (fd, to))
 ON_FD(int, fstatvfs64, "statvfs", (int fd, struct statvfs64 *to), (fd, to))
 ON_FD(int, fchmod, "touch", (int fd, mode_t mode), (fd, mode))

@@ -23,6 +23,7 @@ Group = Literal[
     "read",
     "write",
     "stat",
+    "fstat",
     "sync",
     "rename",
     "unlink",
