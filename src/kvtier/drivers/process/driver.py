@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from kvtier.core.types import BlockKey, Completion, Done, Dropped, Fault, JobId, TierId
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews, TierCounters
 from kvtier.drivers.causes import Causes
+from kvtier.drivers.faults import Cause
 from kvtier.drivers.process.logs import emit
 from kvtier.drivers.process.process import InFlight, Launch, TierProcess
 from kvtier.drivers.process.wire import (
@@ -179,12 +180,12 @@ class ProcessDriver(SecondaryTierManager):
             self._finished.append(Done(job.job_id))
             return
         if process is None:
-            self._fail(operation, len(job.block_hashes), "unreachable")
+            self._fail(operation, len(job.block_hashes), Cause.UNREACHABLE)
             self._finished.append(Done(job.job_id, frozenset(), Fault.UNREACHABLE))
             return
         slots = tuple(job.spec.slots) if isinstance(job.spec, SlotViews) else ()
         if len(slots) != (0 if operation == "lookup" else len(job.block_hashes)):
-            self._fail(operation, len(job.block_hashes), "other")
+            self._fail(operation, len(job.block_hashes), Cause.OTHER)
             self._finished.append(Done(job.job_id, frozenset(), Fault.ERROR))
             return
         namespace = process.namespaces.get(job.namespace)
@@ -228,7 +229,7 @@ class ProcessDriver(SecondaryTierManager):
             for message in messages:
                 self._take(process, message, now)
         except WireError as error:
-            self._kill(process, now, "unreachable", f"sent nonsense ({error})")
+            self._kill(process, now, Cause.UNREACHABLE, f"sent nonsense ({error})")
             return
         if messages or not process.in_flight:
             process.silent_s = 0.0
@@ -239,11 +240,11 @@ class ProcessDriver(SecondaryTierManager):
             self._give_up(process, now, kill_at=now + LAST_WORD_S)
         elif process.ready_at is None:
             if drained and now - process.started_at > START_S:
-                self._kill(process, now, "stalled", f"has not begun to work in {START_S:g} s")
+                self._kill(process, now, Cause.STALLED, f"has not begun to work in {START_S:g} s")
         elif process.silent_s > self._hang_s:
-            self._kill(process, now, "stalled", f"has said nothing for {self._hang_s:g} s")
+            self._kill(process, now, Cause.STALLED, f"has said nothing for {self._hang_s:g} s")
         elif process.stuck:
-            self._kill(process, now, "stalled", f"hangs for more than {self._hang_s:g} s")
+            self._kill(process, now, Cause.STALLED, f"hangs for more than {self._hang_s:g} s")
 
     def _take(self, process: TierProcess, message: FromProcess, now: float) -> None:
         """Take in one message.
@@ -282,7 +283,7 @@ class ProcessDriver(SecondaryTierManager):
         del process.in_flight[job_id]
         self._finished.append(Done(job_id, ok, _FAULTS[ended.fault]))
 
-    def _kill(self, process: TierProcess, now: float, cause: str, what: str) -> None:
+    def _kill(self, process: TierProcess, now: float, cause: Cause, what: str) -> None:
         """Have a process end that does not do as it should."""
         name = self._launch.name
         self._causes.warn(what, "The I/O process of tier %s %s and is killed", name, what)
@@ -319,7 +320,7 @@ class ProcessDriver(SecondaryTierManager):
                 name = self._launch.name
                 self._causes.warn(what, "The I/O process of tier %s %s", name, what)
 
-    def _fail(self, operation: str, blocks: int, cause: str) -> None:
+    def _fail(self, operation: str, blocks: int, cause: Cause) -> None:
         """Count a job that no process did; of a lookup, as one failure."""
         if operation == "lookup":
             blocks = 1

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import kvtier
 from kvtier.drivers.base import TierCounters
+from kvtier.drivers.faults import Cause
 from kvtier.drivers.process import pidfd
 from kvtier.drivers.process.wire import REPORT_BYTES_MAX, Inbox, ToProcess, frame_of, from_process
 
@@ -107,7 +108,7 @@ class TierProcess:
         self.stuck = False
         self.refusal: str | None = None
         self.kill_at: float | None = None
-        self.cause = "unreachable"
+        self.cause = Cause.UNREACHABLE
         self.told = False
         self._inbox = Inbox(REPORT_BYTES_MAX)
         self._outbox = bytearray()
