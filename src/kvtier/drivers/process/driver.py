@@ -24,7 +24,13 @@ import time
 from typing import TYPE_CHECKING
 
 from kvtier.core.types import BlockKey, Completion, Done, Dropped, Fault, JobId, TierId
-from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews, TierCounters
+from kvtier.drivers.base import (
+    TOTALS,
+    JobMetadata,
+    SecondaryTierManager,
+    SlotViews,
+    TierCounters,
+)
 from kvtier.drivers.causes import Causes
 from kvtier.drivers.faults import Cause
 from kvtier.drivers.process.logs import emit
@@ -203,8 +209,7 @@ class ProcessDriver(SecondaryTierManager):
             process = TierProcess(self._launch, self._region.fd, now)
         except OSError as error:
             self._causes.warn_of(self._launch.name, "start of its I/O process", error)
-            self._retry_at = now + self._backoff_s
-            self._backoff_s = min(LAST_BACKOFF_S, 2 * self._backoff_s)
+            self._back_off(now)
             return
         self._past.process_starts += 1
         self._process = process
@@ -253,16 +258,13 @@ class ProcessDriver(SecondaryTierManager):
             WireError: it makes no sense.
         """
         match message:
-            case Ready():
-                process.ready_at = now
-            case Refused(reason=reason):
-                process.refusal = reason
             case Report():
-                process.counters = message.counters
+                self._count(process, message)
                 for ended in message.ended:
                     self._finish(process, ended)
-                    if process.ready_at is not None and now - process.ready_at >= STEADY_S:
-                        self._backoff_s = FIRST_BACKOFF_S
+                worked_s = now - process.ready_at if process.ready_at is not None else 0.0
+                if message.ended and worked_s >= STEADY_S:
+                    self._backoff_s = FIRST_BACKOFF_S
                 if message.dropped:
                     keys = tuple(map(BlockKey, message.dropped))
                     self._finished.append(Dropped(TierId(self._launch.tier), keys))
@@ -272,6 +274,19 @@ class ProcessDriver(SecondaryTierManager):
                     process.stuck_at = now
                 process.stuck = process.stuck_at is not None and now - process.stuck_at >= AGAIN_S
                 emit(message.logs)
+            case Ready():
+                process.ready_at = now
+            case Refused(reason=reason):
+                process.refusal = reason
+
+    def _count(self, process: TierProcess, report: Report) -> None:
+        if len(report.totals) != len(TOTALS):
+            raise WireError(f"{len(report.totals)} totals")
+        process.totals = report.totals
+        if report.faults is not None:
+            process.faults = report.faults
+        if report.figures is not None:
+            process.figures = report.figures
 
     def _finish(self, process: TierProcess, ended: Ended) -> None:
         """One job ended, if it is one that this process has, and its answer makes sense."""
@@ -299,6 +314,9 @@ class ProcessDriver(SecondaryTierManager):
             process.kill()
         self._process = None
         self._dying.append(process)
+        self._back_off(now)
+
+    def _back_off(self, now: float) -> None:
         self._retry_at = now + self._backoff_s
         self._backoff_s = min(LAST_BACKOFF_S, 2 * self._backoff_s)
 
