@@ -36,6 +36,7 @@ from kvtier.drivers.faults import Cause
 from kvtier.drivers.process.logs import emit
 from kvtier.drivers.process.process import InFlight, Launch, TierProcess
 from kvtier.drivers.process.wire import (
+    LOGS_MAX,
     OPERATIONS,
     PROTOCOL,
     Close,
@@ -53,7 +54,7 @@ from kvtier.drivers.process.wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvtier.drivers.process.wire import FromProcess
+    from kvtier.drivers.process.wire import FromProcess, LogRecord
     from kvtier.region import Region
 
 logger = logging.getLogger(__name__)
@@ -196,8 +197,9 @@ class ProcessDriver(SecondaryTierManager):
             return
         namespace = process.namespaces.get(job.namespace)
         if namespace is None:
+            facts = dict(self._facts_of(job.namespace))
             namespace = process.namespaces[job.namespace] = len(process.namespaces)
-            process.send(Named(namespace, job.namespace, dict(self._facts_of(job.namespace))))
+            process.send(Named(namespace, job.namespace, facts))
         if not process.in_flight:
             process.silent_s = 0.0
         process.in_flight[job.job_id] = InFlight(operation, job.block_hashes)
@@ -231,8 +233,12 @@ class ProcessDriver(SecondaryTierManager):
         """Take in what a process said, and judge it."""
         try:
             messages, drained, ended = process.receive()
+            logs: list[LogRecord] = []
             for message in messages:
                 self._take(process, message, now)
+                if isinstance(message, Report):
+                    logs += message.logs
+            emit(logs[:LOGS_MAX])  # a tier that logs without end does not hold the scheduler up
         except WireError as error:
             self._kill(process, now, Cause.UNREACHABLE, f"sent nonsense ({error})")
             return
@@ -273,7 +279,6 @@ class ProcessDriver(SecondaryTierManager):
                 elif process.stuck_at is None:
                     process.stuck_at = now
                 process.stuck = process.stuck_at is not None and now - process.stuck_at >= AGAIN_S
-                emit(message.logs)
             case Ready():
                 process.ready_at = now
             case Refused(reason=reason):
