@@ -142,7 +142,8 @@ class ProcessDriver(SecondaryTierManager):
             self._process.flush()
             self._listen(self._process, now)
         self._polled_at = now
-        self._reap(now)
+        if self._dying:
+            self._reap(now)
         may_start = self._process is None and not self._closed and len(self._dying) < DYING_MAX
         if may_start and now >= self._retry_at:
             self._start(now)

@@ -178,6 +178,8 @@ class TierProcess:
 
     def flush(self) -> None:
         """Send what was kept. A broken socket is noticed by `receive`."""
+        if not self._outbox:
+            return
         with contextlib.suppress(OSError):  # full, or broken
             while self._outbox:
                 del self._outbox[: self._socket.send(self._outbox)]
@@ -191,24 +193,22 @@ class TierProcess:
         Raises:
             WireError: something damaged.
         """
-        messages = self._messages(POLL_FRAMES_MAX)
+        messages = self._messages(POLL_FRAMES_MAX) if self._inbox else []
         budget = POLL_BYTES_MAX
         drained = ended = False
-        while budget > 0 and len(messages) < POLL_FRAMES_MAX:
+        while budget > 0 and not drained and len(messages) < POLL_FRAMES_MAX:
             try:
                 count = self._socket.recv_into(self._received)
             except BlockingIOError:
-                drained = True
-                break
+                return messages, True, False
             except OSError:
                 count = 0
-            if count == 0:
-                drained = ended = True
-                break
+            ended = count == 0
+            drained = count < len(self._received)  # else there may be more
             budget -= count
             self._inbox.feed(memoryview(self._received)[:count])
             messages += self._messages(POLL_FRAMES_MAX - len(messages))
-        return messages, drained, ended
+        return messages, drained and len(messages) < POLL_FRAMES_MAX, ended
 
     def _messages(self, count_max: int) -> list[FromProcess]:
         return [from_process(frame) for frame in self._inbox.frames(count_max)]

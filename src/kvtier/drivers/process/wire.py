@@ -160,7 +160,7 @@ def frame_of(message: ToProcess | FromProcess) -> bytes:
 
 
 class Inbox:
-    """Cuts what arrives into frames.
+    """Cuts what arrives into frames; true while there is something in it.
 
     Args:
         frame_bytes_max: a longer frame is an error; None trusts the other side.
@@ -169,6 +169,9 @@ class Inbox:
     def __init__(self, frame_bytes_max: int | None = None) -> None:
         self._bytes = bytearray()
         self._frame_bytes_max = frame_bytes_max
+
+    def __bool__(self) -> bool:
+        return bool(self._bytes)
 
     def feed(self, data: bytes | memoryview) -> None:
         """Append what was received."""
