@@ -22,6 +22,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvtier.tiers.fs.io import sync_directory, write_all
+from kvtier.tiers.fs.marker import MARKER_FILE
 from kvtier.tiers.fs.temporary import TempNames
 
 if TYPE_CHECKING:
@@ -32,8 +33,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE_FILE = "namespace.json"
 
-ROOT_MARK = "kvtier.json"
-"""A root that was set up carries this file."""
+ROOT_MARK = MARKER_FILE
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
