@@ -335,6 +335,45 @@ def test_a_namespace_that_a_sweeper_has_for_itself_is_held_later(tmp_path: Path)
     directory.close()
 
 
+def test_a_description_that_was_removed_is_written_again(tmp_path: Path) -> None:
+    """A sweeper removed it as that of a dead namespace, but not the directory: a block came."""
+    FilesTier(tmp_path, NAMESPACE).close()
+    path = tmp_path / NAMESPACE / "namespace.json"
+    now = 100.0
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        directory = NamespaceDirectory(tmp_path, NAMESPACE, {"a": 1}, clock=lambda: now)
+        path.unlink()
+    now += 1.0
+    directory.hold()
+    assert is_held(tmp_path)
+    assert json.loads(path.read_text()) == {"a": 1}
+    directory.close()
+
+
+def test_a_description_that_goes_while_it_is_locked_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    path = tmp_path / NAMESPACE / "namespace.json"
+    FilesTier(tmp_path, NAMESPACE).close()
+    flock = fcntl.flock
+
+    def lock_late(descriptor: int, how: int) -> None:
+        path.rename(tmp_path / "removed")
+        path.touch()
+        flock(descriptor, how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", lock_late)
+        directory = NamespaceDirectory(tmp_path, NAMESPACE, clock=lambda: now)
+    assert not is_held(tmp_path)
+    now += 1.0
+    directory.hold()
+    assert is_held(tmp_path)
+    directory.close()
+
+
 # --- permissions
 
 
