@@ -21,7 +21,6 @@ from kvtier.testing.contract import TierContract
 from kvtier.tiers.base import SupportsBatch, SupportsDelete, SupportsFigures, Tier
 from kvtier.tiers.fs.files import Durability, FilesTier, check_root
 from kvtier.tiers.fs.namespace_directory import NamespaceDirectory
-from kvtier.tiers.fs.temporary import TempNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -463,39 +462,7 @@ def test_check_root_refuses_what_is_no_directory(tmp_path: Path) -> None:
         check_root(tmp_path / "file" / "below", "x")
 
 
-# --- the sweep
-
-
-def test_the_sweep_takes_temporary_files_of_the_dead_alone(tmp_path: Path, tier: FilesTier) -> None:
-    put(tier, key_of(1))
-    directory = file_of(tmp_path, 1).parent
-    with python(
-        "from kvtier.tiers.fs.temporary import TempNames; print(TempNames().new())"
-    ) as gone:
-        assert gone.stdout is not None
-        dead_name = gone.stdout.read().strip()
-    living = directory / TempNames().new()
-    dead, dead_at_top = directory / dead_name, tmp_path / NAMESPACE / dead_name
-    old, young = directory / "1-a-0.tmp", directory / "1-a-1.tmp"
-    foreign, deep = directory / "foreign.tmp", tmp_path / NAMESPACE / "stores" / dead_name
-    unlike, other = tmp_path / NAMESPACE / "xyz" / dead_name, tmp_path / ("ef" * 32) / dead_name
-    kept = [living, young, foreign, deep, unlike, other, file_of(tmp_path, 1)]
-    for path in (*kept, dead, dead_at_top, old):
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-        os.utime(path, (1e6 - 9999, 1e6 - 9999))
-    os.utime(young, (1e6 - 3599, 1e6 - 3599))
-    os.utime(old, (1e6 - 3601, 1e6 - 3601))
-    assert tier.sweep(now=1e6) == 3
-    assert [path.exists() for path in (dead, dead_at_top, old)] == [False] * 3
-    assert [path.exists() for path in kept] == [True] * len(kept)
-    assert (tmp_path / NAMESPACE / "namespace.json").exists()
-
-
-def test_a_closed_tier_does_not_sweep(tmp_path: Path, tier: FilesTier) -> None:
-    (tmp_path / NAMESPACE / "1-a-0.tmp").touch()
-    tier.close()
-    assert tier.sweep(now=1e12) == 0
+# --- many writers
 
 
 def test_processes_that_start_together_share_a_namespace(tmp_path: Path) -> None:

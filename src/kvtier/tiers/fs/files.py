@@ -25,7 +25,6 @@ import errno
 import os
 import secrets
 import stat
-import threading
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -34,7 +33,7 @@ from kvtier.tiers.fs.drafts import Draft, Drafts
 from kvtier.tiers.fs.io import aligned, open_file, read_all
 from kvtier.tiers.fs.namespace_directory import FILE_MODE, WRITE_FLAGS, NamespaceDirectory
 from kvtier.tiers.fs.space import Space, Unbounded
-from kvtier.tiers.fs.temporary import TEMP_SUFFIX, is_stale_temp
+from kvtier.tiers.fs.temporary import TEMP_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -85,7 +84,6 @@ class FilesTier:
         self._drafts = Drafts(self._directory, self._space, self._durable, direct)
         self._direct = direct
         self._touch_age_s = touch_age_s
-        self._closing = threading.Event()
         self._removed = 0
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -228,39 +226,8 @@ class FilesTier:
         """`removed_blocks`: files that were removed since they had another length."""
         return {"removed_blocks": self._removed}
 
-    def sweep(self, *, now: float) -> int:
-        """Remove the temporary files that killed writers left in this namespace.
-
-        Walks every directory: call it from a thread that nobody waits for. Ends early on `close`.
-
-        Args:
-            now: seconds since the epoch, by the clock that the files' times come from.
-
-        Returns:
-            How many were removed.
-
-        Raises:
-            OSError: the medium failed.
-        """
-        removed = 0
-        pending = [self._directory.path]
-        while pending and not self._closing.is_set():
-            path = pending.pop()
-            try:
-                entries = os.scandir(path)
-            except (FileNotFoundError, NotADirectoryError):
-                continue  # wiped meanwhile
-            with entries:
-                for entry in entries:
-                    if entry.name.endswith(TEMP_SUFFIX):
-                        removed += _remove_stale(entry, now)
-                    elif path == self._directory.path and _is_fan_out(entry):
-                        pending.append(entry.path)
-        return removed
-
     def close(self) -> None:
-        """End a running sweep and let go of the namespace; blocks stay where they are."""
-        self._closing.set()
+        """Let go of the namespace; blocks stay where they are."""
         self._directory.close()
 
     def _path(self, key: BlockKey) -> str:
@@ -290,24 +257,6 @@ def _stat(path: str) -> tuple[int, os.stat_result | None]:
     except (FileNotFoundError, NotADirectoryError):
         return -1, None
     return (found.st_size, found) if stat.S_ISREG(found.st_mode) else (-1, None)
-
-
-def _is_fan_out(entry: os.DirEntry[str]) -> bool:
-    """Whether a directory is one of those that hold blocks."""
-    digits = set(entry.name)
-    return (
-        len(entry.name) == FAN_OUT_DIGITS
-        and digits <= set("0123456789abcdef")
-        and entry.is_dir(follow_symlinks=False)
-    )
-
-
-def _remove_stale(entry: os.DirEntry[str], now: float) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        if is_stale_temp(entry.name, entry.stat(follow_symlinks=False), now):
-            os.unlink(entry.path)
-            return True
-    return False
 
 
 def check_root(root: Path, setting: str) -> None:
