@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 import kvtier
-from kvtier.errors import ConfigError, MissingBlockError
+from kvtier.errors import MissingBlockError
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
 from kvtier.testing.contract import TierContract
 from kvtier.tiers.base import SupportsBatch, SupportsDelete, SupportsFigures, Tier
-from kvtier.tiers.fs.files import Durability, FilesTier, check_root
+from kvtier.tiers.fs.files import Durability, FilesTier
 from kvtier.tiers.fs.namespace_directory import NamespaceDirectory
 
 if TYPE_CHECKING:
@@ -419,47 +419,6 @@ def test_a_directory_that_became_read_only_fails_writes_alone(as_nobody: Path) -
     finally:
         (as_nobody / NAMESPACE).chmod(0o700)
     put(tier, key_of(3))
-
-
-@pytest.mark.parametrize("mode", [0o000, 0o300, 0o500, 0o600])
-def test_check_root_refuses_what_cannot_be_used(as_nobody: Path, mode: int) -> None:
-    root = as_nobody / "root"
-    root.mkdir()
-    check_root(root, "secondary_tiers[0].root_dir")
-    root.chmod(mode)
-    try:
-        with pytest.raises(ConfigError, match=r"secondary_tiers\[0\]\.root_dir is .*root.*chmod"):
-            check_root(root, "secondary_tiers[0].root_dir")
-    finally:
-        root.chmod(0o700)
-    assert list(root.iterdir()) == []
-
-
-def test_check_root_below_a_closed_directory(as_nobody: Path) -> None:
-    root = as_nobody / "closed" / "root"
-    root.mkdir(parents=True)
-    root.parent.chmod(0o000)
-    try:
-        with pytest.raises(ConfigError, match="root_dir is"):
-            check_root(root, "root_dir")
-    finally:
-        root.parent.chmod(0o700)
-
-
-def test_check_root_of_the_superuser() -> None:
-    """access(2) says that root may write /proc; a file cannot be made there all the same."""
-    with pytest.raises(ConfigError, match="x is '/proc', where user"):
-        check_root(Path("/proc"), "x")
-
-
-def test_check_root_refuses_what_is_no_directory(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"x is .*absent.*mkdir -p"):
-        check_root(tmp_path / "absent", "x")
-    with pytest.raises(ConfigError, match=r"x is .*file.*not a directory"):
-        check_root(tmp_path / "file", "x")
-    with pytest.raises(ConfigError, match=r"x is .*file/below"):
-        check_root(tmp_path / "file" / "below", "x")
 
 
 # --- many writers

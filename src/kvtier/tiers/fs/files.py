@@ -23,17 +23,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
 import time
 from typing import TYPE_CHECKING, Literal
 
-from kvtier.errors import ConfigError, MissingBlockError
+from kvtier.errors import MissingBlockError
 from kvtier.tiers.fs.drafts import Draft, Drafts
 from kvtier.tiers.fs.io import aligned, open_file, read_all
-from kvtier.tiers.fs.namespace_directory import FILE_MODE, WRITE_FLAGS, NamespaceDirectory
+from kvtier.tiers.fs.namespace_directory import NamespaceDirectory
 from kvtier.tiers.fs.space import Space, Unbounded
-from kvtier.tiers.fs.temporary import TEMP_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,7 +53,7 @@ class FilesTier:
     """Keeps blocks as files below `<root>/<namespace>`; any number of processes may share it.
 
     Args:
-        root: an existing directory, see `check_root`.
+        root: an existing directory, see `kvtier.tiers.fs.checks`.
         namespace: hex digest under which the blocks are shared.
         description: written to `namespace.json` unless that exists; must hold no secret.
         space: what the bytes of blocks are taken from.
@@ -257,45 +255,3 @@ def _stat(path: str) -> tuple[int, os.stat_result | None]:
     except (FileNotFoundError, NotADirectoryError):
         return -1, None
     return (found.st_size, found) if stat.S_ISREG(found.st_mode) else (-1, None)
-
-
-def check_root(root: Path, setting: str) -> None:
-    """Whether blocks can be kept below `root`, by creating and removing a file there.
-
-    Args:
-        root: the directory.
-        setting: path of the setting that names it, for the message.
-
-    Raises:
-        ConfigError: it is missing, not a directory, or this process may not search or write it.
-    """
-    try:
-        is_directory = stat.S_ISDIR(os.stat(root).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(
-            f"{setting} is {str(root)!r}, which does not exist: create it (mkdir -p {root}), or "
-            f"mount it, or set {setting} to an existing directory"
-        ) from None
-    except OSError as error:
-        raise _unusable(root, setting, error) from error
-    if not is_directory:
-        raise ConfigError(
-            f"{setting} is {str(root)!r}, which is not a directory: set it to a directory that "
-            f"this user may write"
-        )
-    # access(2) alone says yes to the superuser, also on a read-only mount
-    probe = root / f"{os.getpid()}-{secrets.token_hex(8)}{TEMP_SUFFIX}"
-    try:
-        os.listdir(root)  # the sweep and the listing need it
-        os.close(os.open(probe, WRITE_FLAGS, FILE_MODE))
-        os.unlink(probe)
-    except OSError as error:
-        raise _unusable(root, setting, error) from error
-
-
-def _unusable(root: Path, setting: str, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{setting} is {str(root)!r}, where user {os.geteuid()} cannot create a file "
-        f"({error.strerror}): make it readable, writable and searchable for this user (chown, "
-        f"chmod, remount), or set {setting} to another directory"
-    )
