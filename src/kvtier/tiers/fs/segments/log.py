@@ -60,6 +60,10 @@ class Log:
         header: as it stands in the file.
         end: offset behind the last whole record.
         durable: whether what was appended is synced by `sync`.
+
+    Attributes:
+        lock: see 3.
+        cramped: an append failed since the log was rewritten last; a shorter log may help.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Log:
         self._durable = durable
         self._closed = False
         self._reserved = end
+        self.cramped = False
         # the number of the descriptor never changes: rewriting puts another file behind it
         self._sync = GroupSync(self._sync_once)
 
@@ -114,6 +119,7 @@ class Log:
         count = written // RECORD_BYTES
         self._end += count * RECORD_BYTES
         if error is not None:
+            self.cramped = True
             with contextlib.suppress(OSError):  # a reader must not see it turn into something else
                 os.ftruncate(self._descriptor, self._end)
             if count == 0:
@@ -167,6 +173,7 @@ class Log:
                 os.dup2(descriptor, self._descriptor, inheritable=False)
                 self._header = header
                 self._end = self._reserved = end
+                self.cramped = False
             if self._durable:
                 sync_directory(self._directory)
         except BaseException:
