@@ -498,3 +498,31 @@ def test_a_block_whose_segment_cannot_be_synced_is_not_kept(
     tier = open_tier(tmp_path)
     assert held(tier, [1, 2]) == {1}
     tier.close()
+
+
+def test_a_log_that_is_being_written_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked at while an append is between the file and its own books."""
+    log = create_log(str(tmp_path), HEADER, durable=False)
+    whole = os.fstat
+    entered, release = threading.Event(), threading.Event()
+
+    def slow(fd: int) -> os.stat_result:
+        found = whole(fd)
+        entered.set()
+        release.wait(0.05)  # nothing else can come in between: it has to wait
+        return found
+
+    def append() -> None:
+        with log.lock:
+            log.append(A_STORY)
+
+    monkeypatch.setattr(os, "fstat", slow)
+    with ThreadPoolExecutor(2) as pool:
+        looking = pool.submit(log.is_whole)
+        assert entered.wait(30)
+        pool.submit(append).result(30)
+        release.set()
+        assert looking.result(30)
+    log.close()

@@ -93,8 +93,9 @@ class Log:
 
     def is_whole(self) -> bool:
         """Whether the file is still there, and as long as this process made it."""
-        found = os.fstat(self._descriptor)
-        return found.st_nlink > 0 and found.st_size >= self._end
+        with self.lock:  # not between a write and the note that it was made
+            found = os.fstat(self._descriptor)
+            return found.st_nlink > 0 and found.st_size >= self._end
 
     def append(self, records: Sequence[Record]) -> int:
         """Write records behind the others; the caller holds `lock`.

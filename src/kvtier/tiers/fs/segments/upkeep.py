@@ -197,7 +197,9 @@ class Upkeep:
         except (DamagedHeaderError, FileNotFoundError) as error:
             logger.warning("Removing %s, whose log is lost: %s", directory, error)
             self._owned.totals["lost_stores"] += 1
-            self._owned.space.give_back(remove_store_files(directory))
+            freed = remove_store_files(directory)
+            self._owned.space.adopt(freed)
+            self._owned.space.give_back(freed)
             os.close(lock)
         except BaseException:
             os.close(lock)
