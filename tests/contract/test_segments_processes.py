@@ -28,7 +28,6 @@ from kvtier.errors import MissingBlockError
 from kvtier.testing.blocks import NAMESPACE, block_of, key_of
 from kvtier.tiers.fs.segments import SegmentsTier, follower, inspection, store, upkeep
 from kvtier.tiers.fs.segments.records import RECORD_BYTES
-from kvtier.tiers.fs.segments.store import UNBORN_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -255,7 +254,8 @@ def test_processes_share_a_namespace(tmp_path: Path, processes: int) -> None:
             pipe.close()
     tier = open_tier(tmp_path)
     assert tier.figures()["blocks"] > 0
-    assert not list(tmp_path.rglob("*.tmp"))
+    left = [path for path in tmp_path.rglob("*.tmp") if path.parent.name != "requests"]
+    assert left == []
     tier.close()
 
 
@@ -406,7 +406,6 @@ def test_a_store_that_was_never_finished_is_swept(tmp_path: Path) -> None:
     for path in (unborn, stores / "foreign"):
         os.utime(path, (0, 0))
     tier.maintain()
-    assert UNBORN_S > 0
     assert not unborn.exists()
     assert (stores / "2-abc-0.tmp").exists(), "its maker may live"
     assert (stores / "foreign").exists()
@@ -602,10 +601,14 @@ def test_a_request_that_makes_no_sense_is_thrown_away(tmp_path: Path) -> None:
     requests = stores_of(tmp_path)[0] / "requests"
     (requests / "a.request").write_bytes(os.urandom(1000))
     (requests / "b.request").symlink_to("/etc/passwd")
-    (requests / "foreign").touch()
+    (requests / "c.request").mkdir()
+    for name in ("foreign", "new.tmp", "old.tmp"):
+        (requests / name).touch()
+    os.utime(requests / "old.tmp", (0, 0))
     tier.maintain()
     tier.maintain()
-    assert [path.name for path in requests.iterdir()] == ["foreign"]
+    assert sorted(path.name for path in requests.iterdir()) == ["c.request", "foreign", "new.tmp"]
+    assert tier.figures()["upkeep_failures"] == 0
     assert held(tier, [1]) == {1}
     tier.close()
 
