@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -627,3 +628,36 @@ def test_a_store_without_an_owner_is_evicted_from_at_once(tmp_path: Path) -> Non
     assert inspection.evict(str(store), None) == (False, 15, 16 * SMALL)
     assert not store.exists()
     assert segments_of(tmp_path) == []
+
+
+def test_a_long_log_that_was_rewritten_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the upkeep reads it, lookups say what they knew, and reads miss."""
+    owner, reader = open_tier(tmp_path), open_tier(tmp_path)
+    put(owner, *range(16))
+    assert held(reader, range(16)) == set(range(16))
+    (only,) = owner._owned.stores()
+    only.log.rewrite(lambda: owner._owned.slots.copies(only), only.next_segment)
+    monkeypatch.setattr(follower, "INLINE_BYTES", RECORD_BYTES)
+    whole = follower.LogReader.follow
+    entered, release = threading.Event(), threading.Event()
+
+    def slow(self: follower.LogReader, *arguments: object) -> None:
+        entered.set()
+        assert release.wait(30)
+        whole(self, *arguments)
+
+    monkeypatch.setattr(follower.LogReader, "follow", slow)
+    with ThreadPoolExecutor(1) as pool:
+        tending = pool.submit(reader.maintain)
+        assert entered.wait(30)
+        assert reader.exists([key_of(3)]) == [True]
+        with pytest.raises(MissingBlockError):
+            get(reader, 3)
+        assert not tending.done()
+        release.set()
+        tending.result(30)
+    assert held(reader, range(16)) == set(range(16))
+    owner.close()
+    reader.close()
