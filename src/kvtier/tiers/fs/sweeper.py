@@ -115,25 +115,23 @@ class Sweeper:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while not self._closing.is_set():
             try:
-                hurry = self._step()
+                pause = self._step()
             except Exception as error:  # noqa: BLE001 - the thread must outlive any medium
                 self._note(error)
-                self._closing.wait(REPORT_S)
-                hurry = False
-            if not hurry:
-                self._wake.wait(self._settings.interval_s)
+                pause = REPORT_S
+            self._wake.wait(pause)
             self._wake.clear()
         self._stand_down()
 
-    def _step(self) -> bool:
-        """One look at everything; whether to come again at once."""
+    def _step(self) -> float:
+        """One look at everything; seconds until the next."""
         stands = self._clock() >= self._report_due
         if stands:
             self._report_due = self._clock() + REPORT_S
             self._space.report()
         if self._term is None:
             if not (stands and self._election.run()):
-                return False
+                return self._settings.interval_s
             logger.info("This process sweeps %s now", self._space.root)
             self._beat_due = 0.0
             self._term = Term(
@@ -147,7 +145,7 @@ class Sweeper:
             )
         if not self._may_go_on():
             self._stand_down()
-            return False
+            return self._settings.interval_s
         return self._term.step(self._file_clock)
 
     def _may_go_on(self) -> bool:

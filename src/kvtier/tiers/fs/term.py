@@ -49,6 +49,7 @@ _REST = 20  # times the duration of a scan: at most 5 % of a core, whatever the 
 _FIRST_SLICE_S = 0.2
 _SLICE_S = 0.05  # of a later scan, between two looks at the books
 _ROLL_CALL_S = 2.0
+_BUSY = 0.2  # share of the interval after which it looks again while there is something to evict
 _BATCH = 32  # directories between two entries in the books
 
 
@@ -157,14 +158,14 @@ class Term:
         """Since the beginning of the term."""
         return {**self._totals, "stale_temps_removed": self._scanner.stale_temps_removed}
 
-    def step(self, file_clock: Callable[[], int]) -> bool:
+    def step(self, file_clock: Callable[[], int]) -> float:
         """Do a little of everything that is due.
 
         Args:
             file_clock: now, ns, by the clock of the file system; may be a second late.
 
         Returns:
-            Whether to come again at once.
+            Seconds until the next step.
 
         Raises:
             OSError: the medium failed. Come again later.
@@ -176,13 +177,14 @@ class Term:
             self._bury_the_dead()
         accounts = self._look()
         if accounts is None:
-            return False
+            return self._settings.interval_s
         if self._comparison is not None and self._comparison.awaited is not None:
             self._settle(self._comparison, accounts)
         if self._scan is not None or self._is_scan_due(accounts):
             self._go_on_scanning(accounts, file_clock)
-        self._evict(accounts)
-        return self._scan is not None and not self._complete
+        if self._scan is not None and not self._complete:
+            return 0.0
+        return self._settings.interval_s * (_BUSY if self._evict(accounts) else 1.0)
 
     def _bury_the_dead(self) -> None:
         """Take members that are gone out of the books; a scan tells what they had not spent."""
@@ -313,11 +315,11 @@ class Term:
         finally:
             os.close(root)
 
-    def _evict(self, accounts: Accounts) -> None:
-        """Delete down to the low watermark, if there is need."""
+    def _evict(self, accounts: Accounts) -> bool:
+        """Delete down to the low watermark, if there is need; whether there was."""
         need = books.bytes_to_free(accounts, self._settings.high, self._settings.low)
         if need == 0 or not self._complete:
-            return
+            return False
         inventory, now = self._inventory, self._now_ns
         with self._remover() as remover:
             unused = unused_namespaces(inventory, now, int(self._settings.dead_age_s * 1e9))
@@ -333,6 +335,7 @@ class Term:
                     self._scan_due = 0.0
                 if missing or not self._may_go_on() or self._look() is None:
                     break
+        return True
 
     def _remove(self, remover: Remover, victims: Sequence[Victims | VictimStore]) -> int:
         """Delete a batch; how many files others had deleted."""
