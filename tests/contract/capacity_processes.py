@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PATIENCE_S = 60.0
+_OTHERS = ("namespace.json", "lock", "index.log")
 _SOURCE = str(Path(kvtier.__file__).parents[1])
 
 
@@ -122,11 +123,11 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def files_in(root: Path) -> list[Path]:
-    """Block files and temporary files."""
+    """Block files, segments and temporary files."""
     found = []
     for directory, _, names in os.walk(root):
         if ".kvtier" not in directory:
-            found += [Path(directory, name) for name in names if name != "namespace.json"]
+            found += [Path(directory, name) for name in names if name not in _OTHERS]
     return found
 
 

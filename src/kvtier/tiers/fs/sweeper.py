@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from kvtier.tiers.fs.election import Election
-from kvtier.tiers.fs.term import SweepSettings, Term
+from kvtier.tiers.fs.term import REMOVERS, SweepSettings, Term
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPORT_S = 1.0
-_REMOVERS = 4  # deleting waits for the medium: 2 ms a file where the mount discards
 _NICENESS = 10
 
 
@@ -62,7 +61,7 @@ class Sweeper:
         self._file_now = 0
         self._errors = 0
         self._past: dict[str, float] = {}  # totals of past terms
-        self._pool = ThreadPoolExecutor(_REMOVERS, "kvtier-fs-remover")
+        self._pool = ThreadPoolExecutor(REMOVERS, "kvtier-fs-remover")
         self._thread = threading.Thread(target=self._run, name="kvtier-fs-sweeper", daemon=True)
 
     def start(self) -> None:
