@@ -196,6 +196,7 @@ def test_dead_namespaces_go_first_and_living_ones_stay(use: Callable[..., Use]) 
     old, it = use(60, namespace=OTHER), use(60)
     until(lambda: it.write(100, 10) and len(it.here(0, 40)) < 40)
     assert len(old.here(0, 10)) == 10, "it is newer, and somebody holds it"
+    until(it.is_exact)
     old.close()
     it.close()
     for path in [it.root / OTHER / "namespace.json", *files_in(it.root / OTHER)]:
