@@ -14,6 +14,8 @@ A scan that finds what to evict may come while another one settles; it corrects 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 import os
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.tiers.fs import accounts as books
 from kvtier.tiers.fs.accounts import Accounts, Mark
-from kvtier.tiers.fs.eviction import Outcome, Remover
+from kvtier.tiers.fs.eviction import Remover
 from kvtier.tiers.fs.inventory import (
     Inventory,
     Victims,
@@ -45,11 +47,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+REMOVERS = 4
+"""Threads that delete, which is waiting for the medium: 2 ms a file where the mount discards."""
+
 _REST = 20  # times the duration of a scan: at most 5 % of a core, whatever the size
 _FIRST_SLICE_S = 0.2
 _SLICE_S = 0.05  # of a later scan, between two looks at the books
 _ROLL_CALL_S = 2.0
-_BATCH = 32  # directories between two entries in the books
+_BUSY = 0.2  # share of the interval after which it looks again while there is something to evict
+_BATCH = 256  # directories between two entries in the books
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +163,14 @@ class Term:
         """Since the beginning of the term."""
         return {**self._totals, "stale_temps_removed": self._scanner.stale_temps_removed}
 
-    def step(self, file_clock: Callable[[], int]) -> bool:
+    def step(self, file_clock: Callable[[], int]) -> float:
         """Do a little of everything that is due.
 
         Args:
             file_clock: now, ns, by the clock of the file system; may be a second late.
 
         Returns:
-            Whether to come again at once.
+            Seconds until the next step.
 
         Raises:
             OSError: the medium failed. Come again later.
@@ -176,13 +182,14 @@ class Term:
             self._bury_the_dead()
         accounts = self._look()
         if accounts is None:
-            return False
+            return self._settings.interval_s
         if self._comparison is not None and self._comparison.awaited is not None:
             self._settle(self._comparison, accounts)
         if self._scan is not None or self._is_scan_due(accounts):
             self._go_on_scanning(accounts, file_clock)
-        self._evict(accounts)
-        return self._scan is not None and not self._complete
+        if self._scan is not None and not self._complete:
+            return 0.0
+        return self._settings.interval_s * (_BUSY if self._evict(accounts) else 1.0)
 
     def _bury_the_dead(self) -> None:
         """Take members that are gone out of the books; a scan tells what they had not spent."""
@@ -262,7 +269,7 @@ class Term:
         comparison = self._comparison
         assert comparison is not None, "a scan begins with one"
         if comparison.awaited is None:
-            comparison.awaited = {name: entry.reports for name, entry in accounts.members.items()}
+            comparison.awaited = books.reports_of(accounts)
             comparison.found = self._inventory.nbytes
             comparison.removed_until_end = self._removed
             comparison.ended = self._scan_ended
@@ -271,13 +278,9 @@ class Term:
     def _settle(self, comparison: _Comparison, accounts: Accounts) -> None:
         """Wait until everybody has reported since the scan, then correct the books by it."""
         assert comparison.awaited is not None, "the scan has ended"
-        missing = [
-            name
-            for name, reports in comparison.awaited.items()
-            if name in accounts.members and accounts.members[name].reports == reports
-        ]
+        unheard = books.unheard(accounts, comparison.awaited)
         # one that is stopped drops what it has not told within its lease
-        if missing and self._clock() < comparison.ended + LEASE_S + LOCK_WAIT_S:
+        if unheard and self._clock() < comparison.ended + LEASE_S + LOCK_WAIT_S:
             return
         found = comparison.found - (self._removed - comparison.removed_until_end)
         removed = self._removed - comparison.removed_until_mark
@@ -317,11 +320,11 @@ class Term:
         finally:
             os.close(root)
 
-    def _evict(self, accounts: Accounts) -> None:
-        """Delete down to the low watermark, if there is need."""
+    def _evict(self, accounts: Accounts) -> bool:
+        """Delete down to the low watermark, if there is need; whether there was."""
         need = books.bytes_to_free(accounts, self._settings.high, self._settings.low)
         if need == 0 or not self._complete:
-            return
+            return False
         inventory, now = self._inventory, self._now_ns
         with self._remover() as remover:
             unused = unused_namespaces(inventory, now, int(self._settings.dead_age_s * 1e9))
@@ -337,34 +340,24 @@ class Term:
                     self._scan_due = 0.0
                 if missing or not self._may_go_on() or self._look() is None:
                     break
+        return True
 
     def _remove(self, remover: Remover, victims: Sequence[Victims | VictimStore]) -> int:
         """Delete a batch; how many files others had deleted."""
         missing = 0
-        failure: BaseException | None = None
-        work = [self._pool.submit(self._remove_one, remover, victim) for victim in victims]
-        for future in work:
-            error = future.exception()
-            failure = error or failure
-            if error is None:
-                outcome = future.result()
-                missing += outcome.missing
-                self._removed += outcome.nbytes
-                self._unbooked += outcome.nbytes
-                self._totals["evicted_blocks"] += len(outcome.keys)
-                self._totals["evicted_bytes"] += outcome.nbytes
-                self._totals["evicted_stores"] += outcome.stores
-                if outcome.keys:
-                    self._tell(outcome.namespace, outcome.keys)
+        failure: OSError | None = None
+        parts = [victims[i::REMOVERS] for i in range(REMOVERS)]
+        remove = functools.partial(remover.remove, self._inventory)
+        for outcome in itertools.chain.from_iterable(self._pool.map(remove, parts)):
+            missing += outcome.missing
+            failure = failure or outcome.failure
+            self._removed += outcome.nbytes
+            self._unbooked += outcome.nbytes
+            self._totals["evicted_blocks"] += len(outcome.keys)
+            self._totals["evicted_bytes"] += outcome.nbytes
+            self._totals["evicted_stores"] += outcome.stores
+            if outcome.keys:
+                self._tell(outcome.namespace, outcome.keys)
         if failure is not None:
             raise failure
         return missing
-
-    def _remove_one(self, remover: Remover, victim: Victims | VictimStore) -> Outcome:
-        place = self._inventory.places[victim.namespace]
-        if isinstance(victim, Victims):
-            return remover.remove_files(victim, place.shelves[victim.shelf])
-        outcome = remover.remove_store(victim)
-        if not outcome.kept:
-            place.stores.pop(victim.store, None)
-        return outcome
