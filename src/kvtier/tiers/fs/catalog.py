@@ -1,0 +1,315 @@
+"""What lies in root directories, seen from outside: namespaces, their blocks, and what is not ours.
+
+For the command line and other tools, never for an engine's I/O. Any number of engines may run in
+the same directories:
+
+1. Whatever is listed may vanish or be rewritten before it is looked at. That is no error.
+2. What is not ours is never touched. It is counted, and told with `Findings`.
+3. Each layout deletes its blocks in its own way (`LayoutBlocks`), safe beside readers and writers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from kvtier.errors import ConfigError
+from kvtier.tiers.fs.catalog_files import FileBlocks
+from kvtier.tiers.fs.catalog_findings import BLOCK_BYTES_MAX, Deleted, Findings, is_temporary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kvtier.tiers.fs.catalog_findings import BlockEntry
+    from kvtier.tiers.fs.page_buffer import PageBuffer
+
+NAMESPACE_FILE = "namespace.json"
+
+DESCRIPTION_BYTES_MAX = 1 << 20
+"""No description is longer; what is has been put there by somebody else."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_OURS_IN_ROOT = frozenset({"kvtier.json", ".kvtier"})
+_NOBODYS_IN_ROOT = frozenset({"lost+found"})
+
+
+class LayoutBlocks(Protocol):
+    """The blocks of one namespace in one root that one layout keeps.
+
+    Attributes:
+        layout: `files` or `segments`.
+    """
+
+    layout: str
+
+    def blocks(self, findings: Findings) -> Iterator[BlockEntry]:
+        """Every block, in no order. What else lies there goes into `findings`."""
+        ...
+
+    def read(
+        self, entry: BlockEntry, buffer: PageBuffer, nbytes: int = BLOCK_BYTES_MAX
+    ) -> memoryview:
+        """Header and row as they are stored, or their first `nbytes`, in `buffer`; not verified.
+
+        Raises:
+            MissingBlockError: gone since it was listed.
+            EnvelopeError: longer than any block.
+            OSError: the medium failed.
+        """
+        ...
+
+    def delete(self, entries: Sequence[BlockEntry], unless_used: bool = False) -> Deleted:
+        """Remove blocks.
+
+        Args:
+            entries: as they were listed.
+            unless_used: leave alone what was used since it was listed.
+        """
+        ...
+
+    def clear(self, findings: Findings) -> bool:
+        """Remove what is left besides blocks, of a namespace that nobody uses.
+
+        Returns:
+            True if nothing at all is left.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class Summary:
+    """How much there is of something.
+
+    Attributes:
+        blocks: how many.
+        nbytes: their headers and rows.
+        last_use_s: latest use of any, seconds since the epoch; None without blocks.
+    """
+
+    blocks: int = 0
+    nbytes: int = 0
+    last_use_s: float | None = None
+
+    def add(self, entry: BlockEntry) -> None:
+        """Count one more."""
+        self.blocks += 1
+        self.nbytes += entry.nbytes
+        self.last_use_s = max(self.last_use_s or entry.last_use_s, entry.last_use_s)
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceEntry:
+    """One namespace in one root.
+
+    Attributes:
+        root: absolute path of the root.
+        digest: 64 hex digits.
+        description: content of its `namespace.json`; empty when that is missing or unreadable.
+        created_s: when it was made, seconds since the epoch.
+        live: whether some process has it open now, on any host.
+        layouts: those that have something in it.
+    """
+
+    root: str
+    digest: str
+    description: Mapping[str, object] = field(compare=False)
+    created_s: float
+    live: bool
+    layouts: Sequence[LayoutBlocks] = field(compare=False)
+
+    @property
+    def path(self) -> str:
+        """Its directory."""
+        return os.path.join(self.root, self.digest)
+
+    @property
+    def label(self) -> str | None:
+        """The operator's label."""
+        label = self.description.get("label")
+        return label if isinstance(label, str) else None
+
+    def fact(self, *names: str) -> object:
+        """A fact by its path below `facts`; None if there is no such."""
+        value: object = self.description.get("facts")
+        for name in names:
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
+    def blocks(self, findings: Findings) -> Iterator[tuple[LayoutBlocks, BlockEntry]]:
+        """Every block with the layout that keeps it."""
+        for layout in self.layouts:
+            for entry in layout.blocks(findings):
+                yield layout, entry
+
+    def wipe(self, findings: Findings) -> Deleted:
+        """Remove every block, and all the rest that is ours if nobody has the namespace open.
+
+        An engine that has it open goes on with an empty namespace.
+        """
+        deleted = Deleted()
+        description = os.path.join(self.path, NAMESPACE_FILE)
+        with _alone(description) as alone:
+            for layout in self.layouts:
+                deleted += layout.delete(list(layout.blocks(findings)))
+            empty = [layout.clear(findings) for layout in self.layouts] if alone else [False]
+            if all(empty):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(description)
+                with contextlib.suppress(OSError):  # somebody began to fill it again
+                    os.rmdir(self.path)
+        return deleted
+
+
+class Catalog:
+    """Read-mostly view of root directories.
+
+    Args:
+        roots: directories that tiers of `type: fs` use, or may use.
+
+    Raises:
+        ConfigError: one is missing, no directory, unreadable, a namespace, or named twice.
+    """
+
+    def __init__(self, roots: Sequence[str | os.PathLike[str]]) -> None:
+        self.roots: list[str] = []
+        for given in roots:
+            root = os.path.realpath(given)
+            _check_root(str(given), root)
+            if root in self.roots:
+                raise ConfigError(f"{given} is named twice: name each directory once")
+            self.roots.append(root)
+
+    def namespaces(self, findings: Findings | None = None) -> list[NamespaceEntry]:
+        """All namespaces, by root and then by digest; foreign entries go into `findings`."""
+        findings = Findings() if findings is None else findings
+        return [entry for root in self.roots for entry in _namespaces(root, findings)]
+
+    def find(self, prefix: str) -> list[NamespaceEntry]:
+        """The one namespace whose digest begins with `prefix`: one entry per root that has it.
+
+        Raises:
+            ConfigError: none or several do; the message names the candidates.
+        """
+        every = self.namespaces()
+        found = [entry for entry in every if entry.digest.startswith(prefix.lower())]
+        digests = {entry.digest for entry in found}
+        if prefix and len(digests) == 1:
+            return found
+        candidates = _named(found if digests and prefix else every)
+        if not every:
+            raise ConfigError(
+                f"namespace = {prefix!r}: there is no namespace in {', '.join(self.roots)}"
+            )
+        what = "begins several digests" if digests else "begins no digest"
+        raise ConfigError(f"namespace = {prefix!r} {what}; there are: {candidates}")
+
+
+def _check_root(given: str, root: str) -> None:
+    try:
+        os.listdir(root)
+    except OSError as error:
+        raise ConfigError(
+            f"{given} cannot be listed ({error.strerror}): name an existing directory that this "
+            f"user may read"
+        ) from None
+    if _DIGEST.fullmatch(os.path.basename(root)):
+        raise ConfigError(
+            f"{given} is a namespace: name the directory that it lies in, and it with "
+            f"--namespace {os.path.basename(root)[:12]}"
+        )
+
+
+def _named(entries: Sequence[NamespaceEntry]) -> str:
+    labels = {entry.digest: entry.label for entry in entries}
+    shown = [f"{digest[:16]}{f' ({label})' if label else ''}" for digest, label in labels.items()]
+    return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
+
+
+def _namespaces(root: str, findings: Findings) -> Iterator[NamespaceEntry]:
+    try:
+        with os.scandir(root) as scanned:
+            entries = sorted(scanned, key=lambda entry: entry.name)
+    except OSError as error:
+        findings.unreadable(root, error)
+        return
+    for entry in entries:
+        if _DIGEST.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            found = _namespace(root, entry.name, findings)
+            if found is not None:
+                yield found
+        elif is_temporary(entry.name):
+            findings.temporary(entry)
+        elif entry.name not in _OURS_IN_ROOT | _NOBODYS_IN_ROOT:
+            findings.foreign(entry.path)
+
+
+def _namespace(root: str, digest: str, findings: Findings) -> NamespaceEntry | None:
+    path = os.path.join(root, digest)
+    description_path = os.path.join(path, NAMESPACE_FILE)
+    try:
+        created_s = os.stat(path).st_mtime
+    except FileNotFoundError:
+        return None  # wiped meanwhile
+    except OSError as error:
+        findings.unreadable(path, error)
+        return None
+    description: dict[str, object] = {}
+    live = False
+    try:
+        descriptor = os.open(description_path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        pass  # somebody removed it; the blocks are good all the same
+    except OSError as error:
+        findings.unreadable(description_path, error)
+    else:
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if stat.S_ISREG(found.st_mode):
+                created_s = found.st_mtime
+                description = _description(file.read(DESCRIPTION_BYTES_MAX + 1))
+                live = _is_locked(descriptor)
+    return NamespaceEntry(root, digest, description, created_s, live, (FileBlocks(path),))
+
+
+def _description(text: bytes) -> dict[str, object]:
+    try:
+        description = json.loads(text) if len(text) <= DESCRIPTION_BYTES_MAX else None
+    except (ValueError, RecursionError):
+        return {}
+    return description if isinstance(description, dict) else {}
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether some process holds a lock on the file: it has the namespace open."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EAGAIN, errno.EACCES)
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+@contextlib.contextmanager
+def _alone(description_path: str) -> Iterator[bool]:
+    """Whether nobody else has the namespace open, and nobody opens it until the end."""
+    try:
+        descriptor = os.open(description_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        yield True  # without a description there is nothing to hold
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
