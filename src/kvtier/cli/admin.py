@@ -33,7 +33,6 @@ from kvtier.errors import EnvelopeError, MissingBlockError
 from kvtier.tiers.fs.catalog import Catalog, NamespaceEntry, Summary
 from kvtier.tiers.fs.catalog_findings import Findings
 from kvtier.tiers.fs.catalog_verify import envelope_of, verify_blocks
-from kvtier.tiers.fs.files import DEFAULT_SWEEP_AGE_S
 from kvtier.tiers.fs.page_buffer import PageBuffer
 
 if TYPE_CHECKING:
@@ -51,7 +50,11 @@ NamespacePrefix = Annotated[
     ),
 ]
 
+STALE_AGE_S = 3600.0
+"""No write of a block takes an hour; a file that old has lost its writer."""
+
 _DIGITS_SHOWN = 16
+_PIPE_WIDTH = 1000
 _DAMAGES_SHOWN = 20
 
 
@@ -126,9 +129,9 @@ def _list_namespaces(catalog: Catalog, findings: Findings, json: bool) -> None:
     table = Table(box=None, pad_edge=False)
     several = len(catalog.roots) > 1
     for column in (*(["root"] if several else []), "namespace", "label", "model", "layout"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     for column in ("block", "blocks", "size", "age", "last use"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     table.add_column("state")
     for row in rows:
         namespace, summary = row.namespace, row.total
@@ -146,7 +149,8 @@ def _list_namespaces(catalog: Catalog, findings: Findings, json: bool) -> None:
             age_text(None if summary.last_use_s is None else now - summary.last_use_s),
             "live" if namespace.live else "idle",
         )
-    out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    # a pipe has no width to fit into
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     out.print(table)
     say(
         out,
@@ -260,7 +264,7 @@ def _stale(findings: Findings, repair: bool) -> list[tuple[TemporaryFile, bool]]
     now = time.time()
     stale = []
     for file in findings.temporaries:
-        if now - file.written_s > DEFAULT_SWEEP_AGE_S:
+        if now - file.written_s > STALE_AGE_S:
             if repair:
                 with suppress(FileNotFoundError):
                     os.unlink(file.path)

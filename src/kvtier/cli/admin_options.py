@@ -7,9 +7,9 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 
-_AGE: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*([smhdw])")
+_AGE: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*([smhdw])", re.ASCII)
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_SHARE: Final = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%")
+_SHARE: Final = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%", re.ASCII)
 
 
 def parse_age(text: str, option: str) -> float:
@@ -34,7 +34,7 @@ def sample_size(text: str, population: int, option: str) -> int:
     share = _SHARE.fullmatch(text)
     if share is not None and 0 < float(share[1]) <= 100:
         return min(population, max(1, round(population * float(share[1]) / 100)))
-    if re.fullmatch(r"\d{1,12}", text) and int(text) > 0:
+    if re.fullmatch(r"[0-9]{1,12}", text) and int(text) > 0:
         return min(population, int(text))
     raise ConfigError(f"{option} = {text!r} must be a number of blocks above 0, or a share: 5%")
 

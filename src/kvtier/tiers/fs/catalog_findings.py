@@ -17,7 +17,7 @@ BLOCK_BYTES_MAX = 1 << 30
 SHOWN_MAX = 1000
 """Paths of each kind that are kept; the rest is only counted."""
 
-_TEMPORARY = re.compile(r"\d{1,10}-[0-9a-f]{1,64}(-\d{1,20})?\.tmp")
+_TEMPORARY = re.compile(r"\d{1,10}-[0-9a-f]{1,64}(-\d{1,20})?\.tmp", re.ASCII)
 
 
 def is_temporary(name: str) -> bool:
