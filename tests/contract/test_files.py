@@ -53,7 +53,7 @@ def tier(tmp_path: Path) -> Iterator[FilesTier]:
 def file_of(root: Path, i: int) -> Path:
     """Where the layout puts a block: written down here a second time, as a reader of it would."""
     name = key_of(i).hex()
-    return root / NAMESPACE / name[0:2] / name[2:4] / name
+    return root / NAMESPACE / name[:3] / name
 
 
 def files_under(root: Path) -> list[Path]:

@@ -32,6 +32,17 @@ _BY_TYPE: tuple[tuple[type[BaseException], Fault], ...] = (
     (TimeoutError, Fault.UNREACHABLE),
 )
 
+_CAUSES = {
+    errno.ENOSPC: "enospc",
+    errno.EDQUOT: "edquot",
+    errno.EIO: "eio",
+    errno.EMFILE: "emfile",
+    errno.ENFILE: "emfile",
+    errno.EROFS: "erofs",
+    errno.ESTALE: "estale",
+    errno.ENOENT: "vanished",
+}
+
 
 def fault_of(error: BaseException) -> Fault:
     """The fault that an exception of a tier stands for."""
@@ -41,6 +52,14 @@ def fault_of(error: BaseException) -> Fault:
     if isinstance(error, OSError) and error.errno is not None:
         return _BY_ERRNO.get(error.errno, Fault.ERROR)
     return Fault.ERROR
+
+
+def cause_of(error: BaseException) -> str:
+    """A short name of what happened, for counters: of few values, so that it may be a label."""
+    if isinstance(error, OSError) and error.errno in _CAUSES:
+        return _CAUSES[error.errno]
+    fault = fault_of(error)
+    return "other" if fault is Fault.ERROR else fault.value
 
 
 def worse(first: Fault | None, second: Fault | None) -> Fault | None:
