@@ -753,7 +753,9 @@ class TestArchives:
                 kept.update({key for key in map(key_of, range(5)) if self.exists([key])[0]})
 
         kept: set[BlockKey] = set()
-        done = import_namespace(io.BytesIO(export(root)), lambda *_: Small(), nothing)
+        done = import_namespace(
+            io.BytesIO(export(root)), lambda *_: Small(), nothing, full_wait_s=0.2
+        )
         assert (done.blocks, done.full) == (2, True)
         assert kept == {key_of(0), key_of(1)}  # those that were used last
 

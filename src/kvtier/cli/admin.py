@@ -31,11 +31,13 @@ from kvtier.cli.admin_output import (
 )
 from kvtier.errors import EnvelopeError, MissingBlockError
 from kvtier.tiers.fs.catalog import Catalog, NamespaceEntry, Summary
+from kvtier.tiers.fs.catalog_capacity import capacity_of
 from kvtier.tiers.fs.catalog_findings import Findings
 from kvtier.tiers.fs.catalog_verify import envelope_of, verify_blocks
 from kvtier.tiers.fs.page_buffer import PageBuffer
 
 if TYPE_CHECKING:
+    from kvtier.tiers.fs.catalog_capacity import Capacity
     from kvtier.tiers.fs.catalog_findings import TemporaryFile
     from kvtier.tiers.fs.catalog_verify import Damage, Stored, Verification
 
@@ -49,9 +51,6 @@ NamespacePrefix = Annotated[
         "--namespace", metavar="PREFIX", help="Only this one: first digits of its digest."
     ),
 ]
-
-STALE_AGE_S = 3600.0
-"""No write of a block takes an hour; a file that old has lost its writer."""
 
 _DIGITS_SHOWN = 16
 _PIPE_WIDTH = 1000
@@ -111,6 +110,7 @@ def _list_namespaces(catalog: Catalog, findings: Findings, json: bool) -> None:
         rows.append(row)
     rows.sort(key=lambda row: row.total.last_use_s or 0.0, reverse=True)
     now = time.time()
+    capacities = {root: capacity_of(root) for root in catalog.roots}
     total = {
         "namespaces": len(rows),
         "blocks": sum(row.total.blocks for row in rows),
@@ -122,6 +122,7 @@ def _list_namespaces(catalog: Catalog, findings: Findings, json: bool) -> None:
                 "roots": catalog.roots,
                 "namespaces": [_namespace_json(row, now) for row in rows],
                 "total": total,
+                "capacities": {root: _capacity_json(found) for root, found in capacities.items()},
                 **findings_json(findings, now),
             }
         )
@@ -157,6 +158,26 @@ def _list_namespaces(catalog: Catalog, findings: Findings, json: bool) -> None:
         f"{total['namespaces']} namespaces, {total['blocks']:,} blocks, "
         f"{size_text(total['bytes'])}",
     )
+    for root, capacity in capacities.items():
+        if capacity is not None:
+            say(
+                out,
+                f"{root}: {size_text(capacity.granted_bytes)} of {size_text(capacity.limit_bytes)} "
+                f"in use by {len(capacity.members)} processes",
+            )
+
+
+def _capacity_json(capacity: Capacity | None) -> dict[str, Any] | None:
+    if capacity is None:
+        return None
+    return {
+        "limit_bytes": capacity.limit_bytes,
+        "granted_bytes": capacity.granted_bytes,
+        "members": [
+            {"host": member.host, "pid": member.pid, "layout": member.layout}
+            for member in capacity.members.values()
+        ],
+    }
 
 
 def _model_text(namespace: NamespaceEntry) -> str:
@@ -260,11 +281,10 @@ def verify(
 
 
 def _stale(findings: Findings, repair: bool) -> list[tuple[TemporaryFile, bool]]:
-    """Files of writers so old that those were killed, and whether each was removed."""
-    now = time.time()
+    """Files of writers that were killed, and whether each was removed."""
     stale = []
     for file in findings.temporaries:
-        if now - file.written_s > STALE_AGE_S:
+        if file.stale:
             if repair:
                 with suppress(FileNotFoundError):
                     os.unlink(file.path)

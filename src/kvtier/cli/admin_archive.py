@@ -24,6 +24,7 @@ from kvtier.cli.admin_output import (
 from kvtier.errors import ConfigError
 from kvtier.tiers.fs.catalog import Catalog
 from kvtier.tiers.fs.catalog_archive import export_namespace, import_namespace, list_for_export
+from kvtier.tiers.fs.catalog_capacity import capacity_of
 from kvtier.tiers.fs.catalog_findings import Findings
 from kvtier.tiers.fs.files import check_root
 from kvtier.tiers.fs.tier_type import FsSettings, FsTierType
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.fs.catalog_archive import Transfer
 
 _REFUSED_SHOWN = 10
+_ROOM_SHARE = 0.9  # of the capacity: below the watermark to which tiers evict
 _STREAM = Path("-")
 _COPY_BYTES = 1 << 20
 
@@ -95,7 +97,9 @@ def import_(
             _source(file) as source,
             progress_bar(messages, "import", _length(source)) as progress,
         ):
-            done = import_namespace(source, _opener(root, layout), progress)
+            capacity = capacity_of(os.path.realpath(root))
+            room_bytes = None if capacity is None else int(capacity.limit_bytes * _ROOM_SHARE)
+            done = import_namespace(source, _opener(root, layout), progress, room_bytes)
     _report("imported", "present already", done, json, to_stderr=False)
     if done.full:
         say(messages, f"{root} takes no more: what comes behind in the archive was not imported")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
@@ -22,7 +21,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvtier.errors import ConfigError
 from kvtier.tiers.fs.catalog_files import FileBlocks
-from kvtier.tiers.fs.catalog_findings import BLOCK_BYTES_MAX, Deleted, Findings, is_temporary
+from kvtier.tiers.fs.catalog_findings import BLOCK_BYTES_MAX, Deleted, Findings
+from kvtier.tiers.fs.locks import try_lock, unlock
+from kvtier.tiers.fs.members import CONTROL_DIRECTORY
+from kvtier.tiers.fs.namespace_directory import NAMESPACE_FILE, ROOT_MARK
+from kvtier.tiers.fs.temporary import is_temp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,13 +33,11 @@ if TYPE_CHECKING:
     from kvtier.tiers.fs.catalog_findings import BlockEntry
     from kvtier.tiers.fs.page_buffer import PageBuffer
 
-NAMESPACE_FILE = "namespace.json"
-
 DESCRIPTION_BYTES_MAX = 1 << 20
 """No description is longer; what is has been put there by somebody else."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_OURS_IN_ROOT = frozenset({"kvtier.json", ".kvtier"})
+_OURS_IN_ROOT = frozenset({ROOT_MARK, CONTROL_DIRECTORY})
 _NOBODYS_IN_ROOT = frozenset({"lost+found"})
 
 
@@ -244,7 +245,7 @@ def _namespaces(root: str, findings: Findings) -> Iterator[NamespaceEntry]:
             found = _namespace(root, entry.name, findings)
             if found is not None:
                 yield found
-        elif is_temporary(entry.name):
+        elif is_temp(entry.name):
             findings.temporary(entry)
         elif entry.name not in _OURS_IN_ROOT | _NOBODYS_IN_ROOT:
             findings.foreign(entry.path)
@@ -263,7 +264,7 @@ def _namespace(root: str, digest: str, findings: Findings) -> NamespaceEntry | N
     description: dict[str, object] = {}
     live = False
     try:
-        descriptor = os.open(description_path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = _open_description(description_path)
     except FileNotFoundError:
         pass  # somebody removed it; the blocks are good all the same
     except OSError as error:
@@ -286,30 +287,44 @@ def _description(text: bytes) -> dict[str, object]:
     return description if isinstance(description, dict) else {}
 
 
+def _open_description(path: str) -> int:
+    """A descriptor that can be locked: on NFS only one that may write can."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(path, os.O_RDWR | flags)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+    return os.open(path, os.O_RDONLY | flags)
+
+
 def _is_locked(descriptor: int) -> bool:
     """Whether some process holds a lock on the file: it has the namespace open."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EAGAIN, errno.EACCES)
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    return False
+        free = try_lock(descriptor)
+    except OSError:
+        return False  # a file system without locks cannot tell
+    if free:
+        unlock(descriptor)
+    return not free
 
 
 @contextlib.contextmanager
 def _alone(description_path: str) -> Iterator[bool]:
     """Whether nobody else has the namespace open, and nobody opens it until the end."""
     try:
-        descriptor = os.open(description_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = _open_description(description_path)
+    except FileNotFoundError:
+        yield True  # nobody can hold what is not there
+        return
     except OSError:
-        yield True  # without a description there is nothing to hold
+        yield False
         return
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = try_lock(descriptor)
         except OSError:
-            yield False
-        else:
-            yield True
+            alone = False  # without locks nobody can tell
+        yield alone
     finally:
         os.close(descriptor)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, BinaryIO
 from kvtier.core.types import BlockKey
 from kvtier.envelope import HEADER_BYTES, MAX_KEY_BYTES, verify
 from kvtier.errors import ArchiveError, EnvelopeError, MissingBlockError, TierFullError
-from kvtier.tiers.fs.catalog import DESCRIPTION_BYTES_MAX, NAMESPACE_FILE
+from kvtier.tiers.fs.catalog import DESCRIPTION_BYTES_MAX
 from kvtier.tiers.fs.catalog_findings import BLOCK_BYTES_MAX
 from kvtier.tiers.fs.catalog_verify import read_verified
+from kvtier.tiers.fs.namespace_directory import NAMESPACE_FILE
 from kvtier.tiers.fs.page_buffer import PageBuffer
 from kvtier.tiers.fs.tar_stream import TarReader, TarWriter
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from kvtier.tiers.fs.catalog_verify import Stored
     from kvtier.tiers.fs.tar_stream import Member
 
+FULL_WAIT_S = 10.0
+"""A root that was just opened is counted first, and a full one evicts: both take moments."""
+
+_FULL_PAUSE_S = 0.05
 _KEY_NAME = re.compile(rf"(?:[0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -108,6 +113,8 @@ def import_namespace(
     source: BinaryIO,
     open_tier: Callable[[str, Mapping[str, object]], Tier],
     progress: Callable[[int], None],
+    room_bytes: int | None = None,
+    full_wait_s: float = FULL_WAIT_S,
 ) -> Transfer:
     """Read a tar archive that `export_namespace` wrote, and keep its blocks.
 
@@ -117,6 +124,8 @@ def import_namespace(
         source: the archive; may be a pipe.
         open_tier: opens the namespace of a digest and description, to be closed here.
         progress: told the bytes of each member.
+        room_bytes: import no more than this: the rest would only evict what came before it.
+        full_wait_s: how long to wait for room that others make.
 
     Raises:
         ArchiveError: no export, or cut off.
@@ -134,7 +143,10 @@ def import_namespace(
             if reason is None:
                 data = buffer.view(member.nbytes)
                 tar.read(data)
-                reason = _keep(tier, done, BlockKey(bytes.fromhex(member.name)), data)
+                done.full = room_bytes is not None and done.nbytes + data.nbytes > room_bytes
+                if not done.full:
+                    key = BlockKey(bytes.fromhex(member.name))
+                    reason = _keep(tier, done, key, data, full_wait_s)
             if reason is None:
                 block_bytes = member.nbytes
             else:
@@ -150,7 +162,9 @@ def import_namespace(
     return done
 
 
-def _keep(tier: Tier, done: Transfer, key: BlockKey, data: memoryview) -> str | None:
+def _keep(
+    tier: Tier, done: Transfer, key: BlockKey, data: memoryview, full_wait_s: float
+) -> str | None:
     """Keep one block. Returns why not, if it is not one."""
     header, row = data[:HEADER_BYTES], data[HEADER_BYTES:]
     try:
@@ -160,14 +174,19 @@ def _keep(tier: Tier, done: Transfer, key: BlockKey, data: memoryview) -> str | 
     if tier.exists([key])[0]:
         done.skipped += 1
         return None
-    try:
-        tier.write(key, (header, row))
-    except TierFullError:
-        done.full = True
-    else:
-        done.blocks += 1
-        done.nbytes += data.nbytes
-    return None
+    until = time.monotonic() + full_wait_s
+    while True:
+        try:
+            tier.write(key, (header, row))
+        except TierFullError:
+            if time.monotonic() >= until:
+                done.full = True
+                return None
+            time.sleep(_FULL_PAUSE_S)
+        else:
+            done.blocks += 1
+            done.nbytes += data.nbytes
+            return None
 
 
 def _not_a_block(member: Member, block_bytes: int | None) -> str | None:

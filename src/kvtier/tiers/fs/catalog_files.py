@@ -20,13 +20,16 @@ from typing import TYPE_CHECKING
 from kvtier.core.types import BlockKey
 from kvtier.envelope import MAX_KEY_BYTES
 from kvtier.errors import EnvelopeError, MissingBlockError
+from kvtier.tiers.fs.accounts import rounded
+from kvtier.tiers.fs.catalog_capacity import give_back
 from kvtier.tiers.fs.catalog_findings import (
     BLOCK_BYTES_MAX,
     BlockEntry,
     Deleted,
     Findings,
-    is_temporary,
 )
+from kvtier.tiers.fs.namespace_directory import NAMESPACE_FILE
+from kvtier.tiers.fs.temporary import is_temp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 _FAN_OUT = re.compile(r"[0-9a-f]{3}")
 _NAME = re.compile(rf"(?:[0-9a-f]{{2}}){{2,{MAX_KEY_BYTES}}}")
-_OURS_IN_NAMESPACE = frozenset({"namespace.json", "stores"})
+_OURS_IN_NAMESPACE = frozenset({NAMESPACE_FILE, "stores"})
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -61,7 +64,7 @@ class FileBlocks:
         for entry in _scan(self._path, findings):
             if _FAN_OUT.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 yield from self._blocks_in(entry, findings)
-            elif is_temporary(entry.name):
+            elif is_temp(entry.name):
                 findings.temporary(entry)
             elif entry.name not in _OURS_IN_NAMESPACE:
                 findings.foreign(entry.path)
@@ -88,6 +91,7 @@ class FileBlocks:
     def delete(self, entries: Sequence[BlockEntry], unless_used: bool = False) -> Deleted:
         """Unlink the files."""
         deleted = Deleted()
+        room = 0
         for entry in entries:
             path = self.path_of(entry.key)
             try:
@@ -102,26 +106,26 @@ class FileBlocks:
             else:
                 deleted.blocks += 1
                 deleted.nbytes += entry.nbytes
+                room += rounded(entry.nbytes)
+        give_back(os.path.dirname(self._path), room)
         return deleted
 
     def clear(self, findings: Findings) -> bool:
         """Remove the directories of blocks and the files of writers that are no more."""
         for entry in _scan(self._path, findings):
-            if is_temporary(entry.name):
+            if is_temp(entry.name):
                 _unlink(entry.path)
             elif _FAN_OUT.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 for inner in _scan(entry.path, findings):
-                    if is_temporary(inner.name):
+                    if is_temp(inner.name):
                         _unlink(inner.path)
                 with contextlib.suppress(OSError):
                     os.rmdir(entry.path)
-        return not [
-            entry for entry in _scan(self._path, findings) if entry.name != "namespace.json"
-        ]
+        return not [entry for entry in _scan(self._path, findings) if entry.name != NAMESPACE_FILE]
 
     def _blocks_in(self, directory: os.DirEntry[str], findings: Findings) -> Iterator[BlockEntry]:
         for entry in _scan(directory.path, findings):
-            if is_temporary(entry.name):
+            if is_temp(entry.name):
                 findings.temporary(entry)
                 continue
             if not (_NAME.fullmatch(entry.name) and entry.name.startswith(directory.name)):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import re
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
+
+from kvtier.tiers.fs.temporary import is_stale_temp
 
 if TYPE_CHECKING:
     import os
@@ -16,13 +18,6 @@ BLOCK_BYTES_MAX = 1 << 30
 
 SHOWN_MAX = 1000
 """Paths of each kind that are kept; the rest is only counted."""
-
-_TEMPORARY = re.compile(r"\d{1,10}-[0-9a-f]{1,64}(-\d{1,20})?\.tmp", re.ASCII)
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a file's name is one that our writers give to what is not complete yet."""
-    return _TEMPORARY.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +39,19 @@ class BlockEntry:
 
 @dataclass(frozen=True, slots=True)
 class TemporaryFile:
-    """A block that is being written, or whose writer was killed."""
+    """A file that is being written, or whose writer was killed.
+
+    Attributes:
+        path: of the file.
+        nbytes: so far.
+        written_s: last write, seconds since the epoch.
+        stale: whether its writer is surely gone.
+    """
 
     path: str
     nbytes: int
     written_s: float
+    stale: bool
 
 
 @dataclass(slots=True)
@@ -106,7 +109,8 @@ class Findings:
         except OSError as error:
             self.unreadable(entry.path, error)
             return
-        self.temporaries.append(TemporaryFile(entry.path, found.st_size, found.st_mtime))
+        stale = is_stale_temp(entry.name, found, time.time())
+        self.temporaries.append(TemporaryFile(entry.path, found.st_size, found.st_mtime, stale))
 
     def unreadable(self, path: str, error: OSError) -> None:
         """Something of ours that cannot be looked at."""
