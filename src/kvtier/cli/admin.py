@@ -21,6 +21,7 @@ from rich.table import Table
 from kvtier.cli.admin_options import age_text, sample_size, size_text
 from kvtier.cli.admin_output import (
     PROBLEMS,
+    Json,
     exit_codes,
     findings_json,
     messages_console,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 Roots = Annotated[
     list[Path], typer.Argument(metavar="DIR...", help="Directories of an fs tier: root_dir(s).")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 NamespacePrefix = Annotated[
     str | None,
     typer.Option(

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal
 
 import typer
 
-from kvtier.cli.admin import Json, chosen, listed
+from kvtier.cli.admin import chosen, listed
 from kvtier.cli.admin_options import size_text
 from kvtier.cli.admin_output import (
     PROBLEMS,
+    Json,
     exit_codes,
     messages_console,
     print_json,

@@ -6,7 +6,7 @@ import errno
 import json
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvtier.tiers.fs.catalog_findings import Deleted, Findings
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 _PATHS_SHOWN = 10
 

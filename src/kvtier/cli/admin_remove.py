@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier.cli.admin import Json, NamespacePrefix, Roots, chosen, listed
+from kvtier.cli.admin import NamespacePrefix, Roots, chosen, listed
 from kvtier.cli.admin_options import age_text, parse_age, size_text
 from kvtier.cli.admin_output import (
     PROBLEMS,
+    Json,
     deleted_json,
     exit_codes,
     findings_json,
