@@ -125,9 +125,15 @@ class TierProcess:
                     env=_environment(),
                     start_new_session=True,
                 )
-            self._pidfd = os.pidfd_open(self._popen.pid)
         except BaseException:
             self._socket.close()
+            raise
+        try:
+            self._pidfd = os.pidfd_open(self._popen.pid)
+        except OSError:
+            self._socket.close()
+            self._popen.kill()
+            self._popen.wait()
             raise
         self._socket.setblocking(False)
 

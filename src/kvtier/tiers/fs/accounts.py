@@ -42,6 +42,7 @@ class Entry(msgspec.Struct, array_like=True):
         recent: what it has taken lately, so that it may not have arrived on disk yet.
         owned: what lies on disk and only this member can delete (stores of `segments`).
         asked: what it was refused; 0 if it waits for nothing.
+        reports: how often it has told.
     """
 
     capacity: int = UNBOUNDED
@@ -50,6 +51,7 @@ class Entry(msgspec.Struct, array_like=True):
     recent: int = 0
     owned: int = 0
     asked: int = 0
+    reports: int = 0
 
 
 class Accounts(msgspec.Struct, array_like=True):
@@ -69,7 +71,7 @@ class Accounts(msgspec.Struct, array_like=True):
     limit: int = 0
     handed_out: int = 0
     returned: int = 0
-    members: dict[str, Entry] = {}  # noqa: RUF012 - msgspec copies it per instance
+    members: dict[str, Entry] = {}
 
     def check(self) -> None:
         """Assert what must hold between any two changes."""
@@ -126,6 +128,7 @@ def report(accounts: Accounts, member: str, told: Report) -> None:
     """Enter what a registered member tells."""
     entry = accounts.members[member]
     entry.spare, entry.recent, entry.owned = told.spare, told.recent, told.owned
+    entry.reports += 1
     give_back(accounts, told.returned)
 
 
@@ -192,7 +195,7 @@ def _shares(accounts: Accounts, wanted: Mapping[str, int]) -> dict[str, int]:
 
 
 def fair_shares(demands: Mapping[str, int], total: int) -> dict[str, int]:
-    """Divide `total` so that the smallest share that is below its demand is as large as possible."""
+    """Divide `total`: the smallest share below its demand is as large as possible."""
     shares: dict[str, int] = {}
     left = total
     for i, name in enumerate(sorted(demands, key=lambda name: (demands[name], name))):

@@ -1,6 +1,7 @@
-"""Deletes what was chosen, if it still is what was chosen. Never follows a link or leaves the mount.
+"""Deletes what was chosen, if it still is what was chosen.
 
-A block that is being read has an open descriptor and survives for its reader.
+Never follows a link or leaves the mount. A block that is being read has an open descriptor and
+survives for its reader.
 """
 
 from __future__ import annotations
@@ -14,8 +15,16 @@ from typing import TYPE_CHECKING
 
 from kvtier.tiers.fs.accounts import rounded
 from kvtier.tiers.fs.locks import names_it, try_lock
-from kvtier.tiers.fs.members import NAMESPACE_FILE
-from kvtier.tiers.fs.scan import SEGMENT, STORE_LOCK, STORE_LOG, STORES_DIRECTORY, opened
+from kvtier.tiers.fs.namespace_directory import NAMESPACE_FILE
+from kvtier.tiers.fs.scan import (
+    SEGMENT,
+    STORE_LOCK,
+    STORE_LOG,
+    STORES_DIRECTORY,
+    is_held,
+    opened,
+)
+from kvtier.tiers.fs.temporary import is_temp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +62,7 @@ class Remover:
 
     Args:
         root: descriptor of the root; stays the caller's.
-        stopped: asked before each file; True ends the work early.
+        stopped: asked before each file, from any thread; True ends the work early.
     """
 
     def __init__(self, root: int, stopped: Callable[[], bool]) -> None:
@@ -154,10 +163,14 @@ class Remover:
                     _unlink(requests, name)
                 with contextlib.suppress(OSError):
                     os.rmdir(_REQUESTS_DIRECTORY, dir_fd=directory)
-        names = [name for name in os.listdir(directory) if SEGMENT.fullmatch(name)]
-        logs = [name for name in os.listdir(directory) if name.startswith(STORE_LOG)]
-        for name in [*sorted(logs), *sorted(names), STORE_LOCK]:
+        names = [name for name in os.listdir(directory) if SEGMENT.fullmatch(name) or is_temp(name)]
+        for name in [STORE_LOG, *sorted(names), STORE_LOCK]:
             outcome.nbytes += _unlink(directory, name)
+
+    def is_held(self, namespace: str) -> bool:
+        """Whether somebody uses a namespace."""
+        with opened(namespace, self._root, self._device) as place:
+            return place is not None and is_held(place, NAMESPACE_FILE)
 
     def remove_namespace(self, namespace: str) -> bool:
         """Delete a namespace that nobody holds and that is empty; whether it is gone.

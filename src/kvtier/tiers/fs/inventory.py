@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtier.core.types import BlockKey
+from kvtier.tiers.fs.accounts import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
-
-from kvtier.tiers.fs.accounts import PAGE_BYTES
 
 NEVER = -1
 """Time of a directory whose listing cannot be relied on."""
@@ -105,20 +104,20 @@ class Place:
         shelves: by name of the directory, 3 hex digits.
         stores: by id.
         described: mtime of `namespace.json`, ns; 0 if there is none.
-        held: somebody held the namespace when it was seen.
+        last_held: when somebody was last seen to hold the namespace, ns.
     """
 
     shelves: dict[str, Shelf] = field(default_factory=dict)
     stores: dict[str, Store] = field(default_factory=dict)
     described: int = 0
-    held: bool = True
+    last_held: int = 0
 
     @property
     def last_use(self) -> int:
         """Time of the last use of anything in it, ns."""
         times = [int(shelf.mtimes.max()) for shelf in self.shelves.values() if len(shelf)]
         times += [store.last_use for store in self.stores.values()]
-        return max(times, default=0) if self.described == 0 else max([self.described, *times])
+        return max(self.described, self.last_held, *times)
 
     @property
     def num_files(self) -> int:
@@ -250,17 +249,11 @@ def oldest(times: NDArray[np.int64], sizes: NDArray[np.int64], need: int) -> NDA
     return order[:count]
 
 
-def dead_namespaces(inventory: Inventory, now: int, age: int) -> set[str]:
-    """Namespaces that nobody holds, and that were not used for `age` ns."""
+def unused_namespaces(inventory: Inventory, now: int, age: int) -> set[str]:
+    """Namespaces that were not used or seen to be held for `age` ns."""
     return {
         name
         for name, place in inventory.places.items()
-        if not place.held and now - place.last_use > age
+        # the last use of files takes long to find
+        if now - max(place.described, place.last_held) > age and now - place.last_use > age
     }
-
-
-def iter_stores(inventory: Inventory) -> Iterator[tuple[str, str, Store]]:
-    """Namespace, id and store of each."""
-    for name, place in inventory.places.items():
-        for store, found in place.stores.items():
-            yield name, store, found

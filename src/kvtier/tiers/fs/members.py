@@ -3,7 +3,7 @@
     <root>/.kvtier/members/<id>     held under an exclusive lock while its process lives
 
 The file is locked under another name and then renamed, so no living member is ever seen without
-its lock. Namespaces are held the same way: a shared lock on `namespace.json`.
+its lock.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import time
 import msgspec
 
 from kvtier.errors import TierError
-from kvtier.tiers.fs.locks import lock_within, names_it, try_lock
+from kvtier.tiers.fs.locks import names_it, try_lock
 
 CONTROL_DIRECTORY = ".kvtier"
 MEMBERS_DIRECTORY = "members"
-NAMESPACE_FILE = "namespace.json"
 
 NAMESPACE = re.compile(r"[0-9a-f]{64}")
 """Name of a directory that is a namespace."""
@@ -33,8 +32,6 @@ _NEW_AGE_S = 60.0  # renaming takes no minute
 _DIRECTORY_MODE = 0o700
 _FILE_MODE = 0o600
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-_HOLD_ATTEMPTS = 10
-_HOLD_WAIT_S = 2.0
 
 
 class MemberRecord(msgspec.Struct, frozen=True):
@@ -110,13 +107,13 @@ class Member:
         os.close(self._descriptor)
 
 
-def is_alive(control: str, member: str) -> bool:
-    """Whether a member's process holds its file.
+def living_members(control: str) -> set[str]:
+    """Ids of the members whose files are there; the dead are, until `remove_dead`.
 
     Raises:
         OSError: the medium failed.
     """
-    return not _is_unlocked(os.path.join(control, MEMBERS_DIRECTORY, member), remove=False)
+    return set(filter(_ID.fullmatch, os.listdir(os.path.join(control, MEMBERS_DIRECTORY))))
 
 
 def remove_dead(control: str, now: float) -> list[str]:
@@ -178,40 +175,3 @@ def _is_unlocked(path: str, *, remove: bool) -> bool:
         return True
     finally:
         os.close(descriptor)
-
-
-class NamespaceHold:
-    """Keeps a namespace from being taken for dead, from construction to `close`.
-
-    Args:
-        directory: `<root>/<namespace>`, which holds a `namespace.json`.
-
-    Raises:
-        FileNotFoundError: there is no `namespace.json` (any more): make it and try again.
-        TierError: somebody keeps it locked exclusively.
-        OSError: the medium failed.
-    """
-
-    def __init__(self, directory: str) -> None:
-        path = os.path.join(directory, NAMESPACE_FILE)
-        for _ in range(_HOLD_ATTEMPTS):
-            descriptor = os.open(path, _FLAGS)
-            try:
-                # whoever removes an empty namespace holds the lock while doing so
-                if not lock_within(descriptor, _HOLD_WAIT_S, shared=True):
-                    raise TierError(f"{path} is locked: a sweeper that removes it is stuck")
-                if names_it(path, descriptor):
-                    os.utime(descriptor)
-                    self._descriptor = descriptor
-                    return
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
-        raise TierError(f"{path} is replaced again and again")
-
-    def close(self) -> None:
-        """Let go; the time of it is the namespace's last use."""
-        with contextlib.suppress(OSError):
-            os.utime(self._descriptor)
-        os.close(self._descriptor)

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING
 from kvtier.tiers.fs.accounts import rounded
 from kvtier.tiers.fs.inventory import NEVER, Inventory, Place, Shelf, Store
 from kvtier.tiers.fs.locks import try_lock
-from kvtier.tiers.fs.members import CONTROL_DIRECTORY, NAMESPACE, NAMESPACE_FILE
+from kvtier.tiers.fs.members import CONTROL_DIRECTORY, NAMESPACE
+from kvtier.tiers.fs.namespace_directory import NAMESPACE_FILE, ROOT_MARK
+from kvtier.tiers.fs.temporary import is_stale_temp, is_temp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,20 +37,12 @@ STORES_DIRECTORY = "stores"
 STORE_LOCK = "lock"
 STORE_LOG = "index.log"
 SEGMENT = re.compile(r"\d+\.segment")
-TEMP_AGE_NS = 3600 * 1_000_000_000
-"""No write of a block takes an hour; a file that old has lost its writer."""
 
 _SHELF = re.compile(r"[0-9a-f]{3}")
 _STORE = re.compile(r"[0-9a-f]{16}")
 _KEY = re.compile(r"(?:[0-9a-f]{2}){2,128}")
-_TEMP = re.compile(r"\d+-[0-9a-f]+(?:-\d+)?\.tmp")
-_ROOT_NAMES = (CONTROL_DIRECTORY, "kvtier.json", "lost+found")
+_ROOT_NAMES = (CONTROL_DIRECTORY, ROOT_MARK, "lost+found")
 _STORE_UNPROBED_NS = 5_000_000_000  # whoever used it just now is alive, or about to be replaced
-
-
-def is_stale_temp(name: str, mtime: int, now: int) -> bool:  # noqa: ARG001 - others go by names
-    """Whether the writer of a temporary file is gone, by its age in ns."""
-    return now - mtime > TEMP_AGE_NS
 
 
 def open_directory(name: str, parent: int, device: int) -> int | None:
@@ -106,15 +100,11 @@ class Scanner:
     Args:
         root: path.
         inventory: to fill.
-        stale: name, mtime and now in ns -> whether a temporary file has lost its writer.
     """
 
-    def __init__(
-        self, root: str, inventory: Inventory, stale: Callable[[str, int, int], bool]
-    ) -> None:
+    def __init__(self, root: str, inventory: Inventory) -> None:
         self._root = root
         self._inventory = inventory
-        self._stale = stale
         self._told_foreign: set[str] = set()
         self._device = 0
         self._full = True
@@ -189,7 +179,8 @@ class Scanner:
             del place.shelves[gone]
         if not found_stores:
             place.stores.clear()
-        place.held = is_held(directory, NAMESPACE_FILE)
+        if is_held(directory, NAMESPACE_FILE):
+            place.last_held = self._now
 
     def _scan_shelf(self, path: str, name: str, directory: int, place: Place) -> bool:
         """List one directory of blocks, unless it is as it was."""
@@ -250,13 +241,13 @@ class Scanner:
 
     def _temp_bytes(self, directory: int, name: str) -> int | None:
         """Bytes of a temporary file, 0 if it is gone or was removed; None if it is none."""
-        if not _TEMP.fullmatch(name):
+        if not is_temp(name):
             return None
         try:
             status = os.stat(name, dir_fd=directory, follow_symlinks=False)
             if not stat.S_ISREG(status.st_mode):
                 return None
-            if not self._stale(name, status.st_mtime_ns, self._now):
+            if not is_stale_temp(name, status, self._now / 1e9):
                 return rounded(status.st_size)
             os.unlink(name, dir_fd=directory)
         except FileNotFoundError:

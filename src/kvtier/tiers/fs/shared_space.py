@@ -6,8 +6,9 @@
                  | no
                  +--> ledger, under its lock: report, ask for a chunk --> spend, or wait and False
 
-1. Spare is good for `LEASE_S` after the last exchange with the ledger. So a process that was stopped
-   for a minute, or whose ledger was replaced, asks before it writes on.
+1. Spare is good for `LEASE_S` after the last exchange with the ledger: a process that was stopped
+   for a minute, or whose ledger was replaced, asks before it writes on. What was given back and not
+   told within that time is not told any more: an inventory may have noticed it by then.
 2. What is given back goes to the ledger and is never spent here again (rule 2 of `accounts`).
 3. Waiting for the ledger is bounded; then the answer is False.
 """
@@ -162,6 +163,11 @@ class SharedSpace:
         with self._lock:
             self._owned += rounded(nbytes)
 
+    def note_room(self) -> None:
+        """Forget a refusal: some was made just now."""
+        with self._lock:
+            self._refused_until = 0.0
+
     def report(self) -> None:
         """Tell the ledger how things are, and learn from it; about once a second.
 
@@ -270,7 +276,8 @@ class SharedSpace:
     def _report(self, now: float) -> Report:
         """What to tell; what was given back is told once. Called under the lock."""
         self._turn(now)
-        told = Report(self._spare, sum(self._taken), self._returned, self._owned)
+        returned = self._returned if now < self._good_until else 0
+        told = Report(self._spare, sum(self._taken), returned, self._owned)
         self._returned = 0
         return told
 

@@ -29,8 +29,8 @@ def mount_bytes(root: Path) -> int:
     return found.f_blocks * found.f_frsize
 
 
-def free_bytes(root: Path | int) -> int:
-    """What an unprivileged process may still write on the mount of a directory (or descriptor).
+def free_bytes(root: Path | str) -> int:
+    """What an unprivileged process may still write on the mount of a directory.
 
     Raises:
         OSError: the mount does not answer.
@@ -93,7 +93,11 @@ def parse_min_free(value: object, setting: str, total_bytes: int) -> int:
 
 
 def check_capacity(
-    capacity_bytes: int | None, min_free_bytes: int, total_bytes: int, block_bytes: int, setting: str
+    capacity_bytes: int | None,
+    min_free_bytes: int,
+    total_bytes: int,
+    block_bytes: int,
+    setting: str,
 ) -> None:
     """Whether at least one block fits.
 
