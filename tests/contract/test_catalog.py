@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import io
 import os
-import subprocess
-import sys
 import tarfile
 import threading
 from pathlib import Path
@@ -20,10 +18,12 @@ from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
 from kvtier.testing.fs_blocks import make_namespace, put_block
 from kvtier.tiers.fs.catalog import Catalog, Summary
 from kvtier.tiers.fs.catalog_archive import export_namespace, import_namespace, list_for_export
+from kvtier.tiers.fs.catalog_capacity import capacity_of
 from kvtier.tiers.fs.catalog_evict import choose_victims, evict
 from kvtier.tiers.fs.catalog_findings import Findings
 from kvtier.tiers.fs.catalog_verify import envelope_of, verify_blocks
 from kvtier.tiers.fs.files import FilesTier
+from kvtier.tiers.fs.ledger import LedgerFile
 from kvtier.tiers.fs.page_buffer import PageBuffer
 from kvtier.tiers.memory import MemoryTier
 
@@ -355,51 +355,6 @@ class TestVerifying:
             verify_blocks(listed(root), False, 4, broken)
         assert threading.active_count() == before
 
-    def test_beside_a_process_that_writes_and_evicts(self, root: Path, namespace: Path) -> None:
-        """Blocks are published and removed all the time; none may ever look damaged."""
-        for i in range(64):
-            put_block(namespace, i)
-        with churning(namespace) as churn:
-            blocks = vanished = 0
-            while vanished < 20 or blocks < 500:
-                assert churn.poll() is None
-                found = check(root, repair=True)
-                assert found.damages == []
-                blocks += found.blocks
-                vanished += found.vanished
-
-
-CHURN = """
-import sys
-from pathlib import Path
-from kvtier.testing.fs_blocks import put_block
-directory = Path(sys.argv[1])
-print("ready", flush=True)
-i = 0
-while True:
-    i = (i + 7) % 64
-    path = put_block(directory, i)
-    path.unlink()
-    put_block(directory, (i + 3) % 64)
-"""
-
-
-class churning:
-    """A process that rewrites and removes the blocks 0 to 63 of a namespace, until the end."""
-
-    def __init__(self, namespace: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CHURN, str(namespace)], stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> subprocess.Popen:
-        assert self.process.stdout.readline() == "ready\n"
-        return self.process
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-
 
 class TestEvicting:
     def test_oldest_use_first_until_the_size_is_reached(self, root: Path, namespace: Path) -> None:
@@ -475,12 +430,54 @@ class TestWiping:
         assert keys(root) == set()
         assert (namespace / "namespace.json").exists()
 
-    def test_beside_a_process_that_writes(self, root: Path, namespace: Path) -> None:
-        """The writer goes on, whether the directories are there or not."""
-        with churning(namespace) as churn, open(namespace / "namespace.json", "rb") as held:
-            fcntl.flock(held, fcntl.LOCK_SH)
-            while Catalog([root]).find(NAMESPACE)[0].wipe(Findings()).blocks < 3:
-                assert churn.poll() is None
+
+class TestCapacity:
+    @pytest.fixture
+    def ledger(self, root: Path):
+        (root / ".kvtier" / "members").mkdir(parents=True)
+        ledger = LedgerFile(str(root / ".kvtier" / "ledger"))
+        yield ledger
+        ledger.close()
+
+    def test_nothing_is_known_without_a_ledger_and_none_is_made(
+        self, root: Path, namespace: Path
+    ) -> None:
+        put_block(namespace, 1)
+        assert capacity_of(str(root)) is None
+        evict(choose_victims(listed(root), None, 0), nothing)
+        assert not (root / ".kvtier").exists()
+
+    def test_what_is_deleted_is_given_back(self, root: Path, namespace: Path, ledger) -> None:
+        for i in range(5):
+            put_block(namespace, i, used_s=100.0 + i)
+        one = HEADER_BYTES + BLOCK_BYTES
+        with ledger.change(1.0) as accounts:
+            accounts.known, accounts.granted, accounts.limit = True, 5 * one, 50 * one
+        evict(choose_victims(listed(root), 103.0, None), nothing)
+        capacity = capacity_of(str(root))
+        assert (capacity.granted_bytes, capacity.limit_bytes) == (2 * one, 50 * one)
+        with ledger.change(1.0) as accounts:
+            assert accounts.returned == 3 * one
+
+    def test_a_ledger_that_is_not_filled_yet_tells_nothing(self, root: Path, ledger) -> None:
+        with ledger.change(1.0) as accounts:
+            accounts.limit = 7
+        assert capacity_of(str(root)) is None
+
+    def test_an_import_takes_no_more_than_there_is_room_for(
+        self, root: Path, namespace: Path, target: Path
+    ) -> None:
+        for i in range(5):
+            put_block(namespace, i, used_s=100.0 - i)
+        one = HEADER_BYTES + BLOCK_BYTES
+        done = import_namespace(
+            io.BytesIO(export(root)),
+            lambda digest, text: FilesTier(target, digest, text),
+            nothing,
+            room_bytes=3 * one + 5,
+        )
+        assert (done.blocks, done.full) == (3, True)
+        assert keys(target) == {key_of(0), key_of(1), key_of(2)}
 
 
 def export(root: Path) -> bytes:

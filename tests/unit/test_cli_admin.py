@@ -70,7 +70,9 @@ class TestLs:
         assert found["foreign"] == {"count": 1, "paths": [str(root / "notes.txt")]}
         first, second = found["namespaces"]
         assert first["namespace"] == NAMESPACE
-        assert first["layouts"] == {"files": {"blocks": 10, "bytes": 10 * BLOCK}}
+        assert first["layouts"] == {
+            "files": {"blocks": 10, "bytes": 10 * BLOCK, "disk_bytes": 10 * BLOCK}
+        }
         assert first["description"]["facts"]["layout"] == {"row_bytes": BLOCK_BYTES}
         assert abs(first["last_use_s"] - time.time()) < 60
         assert not first["live"]

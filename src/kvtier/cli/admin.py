@@ -29,6 +29,7 @@ from kvtier.cli.admin_output import (
     progress_bar,
     say,
     say_findings,
+    teller,
 )
 from kvtier.errors import EnvelopeError, MissingBlockError
 from kvtier.tiers.fs.catalog import Catalog, NamespaceEntry, Summary
@@ -98,15 +99,25 @@ class _Listed:
     namespace: NamespaceEntry
     total: Summary
     layouts: dict[str, Summary]
+    disk_bytes: dict[str, int]
+
+    @property
+    def total_disk_bytes(self) -> int:
+        return sum(self.disk_bytes.get(name, part.nbytes) for name, part in self.layouts.items())
 
 
 def _list_namespaces(catalog: Catalog, findings: Findings, json: bool) -> None:
     rows = []
     for namespace in catalog.namespaces(findings):
-        row = _Listed(namespace, Summary(), {})
+        row = _Listed(namespace, Summary(), {}, {})
         for layout, entry in namespace.blocks(findings):
             row.total.add(entry)
             row.layouts.setdefault(layout.layout, Summary()).add(entry)
+        for layout in namespace.layouts:
+            disk_bytes = layout.disk_bytes()
+            if disk_bytes is not None:
+                row.layouts.setdefault(layout.layout, Summary())
+                row.disk_bytes[layout.layout] = disk_bytes
         rows.append(row)
     rows.sort(key=lambda row: row.total.last_use_s or 0.0, reverse=True)
     now = time.time()
@@ -131,7 +142,7 @@ def _list_namespaces(catalog: Catalog, findings: Findings, json: bool) -> None:
     several = len(catalog.roots) > 1
     for column in (*(["root"] if several else []), "namespace", "label", "model", "layout"):
         table.add_column(column, no_wrap=True)
-    for column in ("block", "blocks", "size", "age", "last use"):
+    for column in ("block", "blocks", "size", "on disk", "age", "last use"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("state")
     for row in rows:
@@ -146,6 +157,7 @@ def _list_namespaces(catalog: Catalog, findings: Findings, json: bool) -> None:
             size_text(row_bytes) if isinstance(row_bytes, int) else "-",
             f"{summary.blocks:,}",
             size_text(summary.nbytes),
+            size_text(row.total_disk_bytes),
             age_text(now - namespace.created_s),
             age_text(None if summary.last_use_s is None else now - summary.last_use_s),
             "live" if namespace.live else "idle",
@@ -202,7 +214,11 @@ def _namespace_json(row: _Listed, now: float) -> dict[str, Any]:
         "blocks": summary.blocks,
         "bytes": summary.nbytes,
         "layouts": {
-            layout: {"blocks": part.blocks, "bytes": part.nbytes}
+            layout: {
+                "blocks": part.blocks,
+                "bytes": part.nbytes,
+                "disk_bytes": row.disk_bytes.get(layout, part.nbytes),
+            }
             for layout, part in row.layouts.items()
         },
         "description": dict(namespace.description),
@@ -263,7 +279,7 @@ def verify(
     messages = messages_console()
     findings = Findings()
     with exit_codes(messages):
-        stored = listed(chosen(Catalog(roots), namespace, findings), findings)
+        stored = listed(chosen(Catalog(roots, teller(messages)), namespace, findings), findings)
         if sample is not None:
             size = sample_size(sample, len(stored), "--sample")
             stored = random.sample(stored, size)

@@ -45,6 +45,18 @@ def say(console: Console, text: str) -> None:
     console.print(text, markup=False, soft_wrap=True)
 
 
+def teller(console: Console) -> Callable[[str], None]:
+    """Says what something waits for, once per text."""
+    told: set[str] = set()
+
+    def tell(text: str) -> None:
+        if text not in told:
+            told.add(text)
+            say(console, text)
+
+    return tell
+
+
 def print_json(value: object, out: TextIO | None = None) -> None:
     """The result, as one JSON value on one line; to the standard output unless `out` is given."""
     (out or sys.stdout).write(json.dumps(value) + "\n")

@@ -24,6 +24,7 @@ from kvtier.cli.admin_output import (
     progress_bar,
     say,
     say_findings,
+    teller,
 )
 from kvtier.config import parse_size
 from kvtier.errors import ConfigError
@@ -75,7 +76,7 @@ def evict(
         to_bytes = None
         if to_size is not None:
             to_bytes = 0 if to_size.strip() == "0" else parse_size(_number(to_size), "--to-size")
-        stored = listed(chosen(Catalog(roots), namespace, findings), findings)
+        stored = listed(chosen(Catalog(roots, teller(messages)), namespace, findings), findings)
         victims = choose_victims(stored, None if age_s is None else now - age_s, to_bytes)
         deleted = Deleted()
         nbytes = sum(entry.nbytes for _, _, entry in victims)
@@ -158,7 +159,7 @@ def wipe(
     with exit_codes(messages):
         if (namespace is None) == (not everything):
             raise ConfigError("give either --namespace PREFIX or --all")
-        catalog = Catalog(roots)
+        catalog = Catalog(roots, teller(messages))
         targets = chosen(catalog, namespace, findings)
         if not yes:
             _confirm(targets, messages)

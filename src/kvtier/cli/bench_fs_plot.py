@@ -48,6 +48,7 @@ def draw(measured: Measured, file: Path) -> None:
                 [size for size, _ in fio],
                 [speed for _, speed in fio],
                 linestyle="--",
+                marker="x",
                 alpha=0.6,
                 color=color,
             )

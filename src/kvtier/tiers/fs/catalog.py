@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING, Protocol
 from kvtier.errors import ConfigError
 from kvtier.tiers.fs.catalog_files import FileBlocks
 from kvtier.tiers.fs.catalog_findings import BLOCK_BYTES_MAX, Deleted, Findings
+from kvtier.tiers.fs.catalog_segments import SegmentBlocks
 from kvtier.tiers.fs.locks import try_lock, unlock
 from kvtier.tiers.fs.members import CONTROL_DIRECTORY
 from kvtier.tiers.fs.namespace_directory import NAMESPACE_FILE, ROOT_MARK
+from kvtier.tiers.fs.segments.store import STORES_NAME
 from kvtier.tiers.fs.temporary import is_temp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvtier.tiers.fs.catalog_findings import BlockEntry
     from kvtier.tiers.fs.page_buffer import PageBuffer
@@ -49,6 +51,10 @@ class LayoutBlocks(Protocol):
     """
 
     layout: str
+
+    def disk_bytes(self) -> int | None:
+        """What it takes of the disk; None if that is just what the blocks have."""
+        ...
 
     def blocks(self, findings: Findings) -> Iterator[BlockEntry]:
         """Every block, in no order. What else lies there goes into `findings`."""
@@ -75,12 +81,12 @@ class LayoutBlocks(Protocol):
         """
         ...
 
-    def clear(self, findings: Findings) -> bool:
-        """Remove what is left besides blocks, of a namespace that nobody uses.
+    def is_used(self) -> bool:
+        """Whether some process shows by something of this layout that it has the namespace open."""
+        ...
 
-        Returns:
-            True if nothing at all is left.
-        """
+    def clear(self, findings: Findings) -> None:
+        """Remove what is left besides blocks, of a namespace that nobody uses."""
         ...
 
 
@@ -159,12 +165,14 @@ class NamespaceEntry:
         with _alone(description) as alone:
             for layout in self.layouts:
                 deleted += layout.delete(list(layout.blocks(findings)))
-            empty = [layout.clear(findings) for layout in self.layouts] if alone else [False]
-            if all(empty):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(description)
-                with contextlib.suppress(OSError):  # somebody began to fill it again
-                    os.rmdir(self.path)
+            if alone:
+                for layout in self.layouts:
+                    layout.clear(findings)
+                with contextlib.suppress(OSError):  # gone meanwhile, or filled again
+                    if set(os.listdir(self.path)) <= {NAMESPACE_FILE}:
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(description)
+                        os.rmdir(self.path)
         return deleted
 
 
@@ -173,13 +181,19 @@ class Catalog:
 
     Args:
         roots: directories that tiers of `type: fs` use, or may use.
+        say: told what a deletion waits for.
 
     Raises:
         ConfigError: one is missing, no directory, unreadable, a namespace, or named twice.
     """
 
-    def __init__(self, roots: Sequence[str | os.PathLike[str]]) -> None:
+    def __init__(
+        self,
+        roots: Sequence[str | os.PathLike[str]],
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.roots: list[str] = []
+        self._say = say
         for given in roots:
             root = os.path.realpath(given)
             _check_root(str(given), root)
@@ -190,7 +204,7 @@ class Catalog:
     def namespaces(self, findings: Findings | None = None) -> list[NamespaceEntry]:
         """All namespaces, by root and then by digest; foreign entries go into `findings`."""
         findings = Findings() if findings is None else findings
-        return [entry for root in self.roots for entry in _namespaces(root, findings)]
+        return [entry for root in self.roots for entry in _namespaces(root, findings, self._say)]
 
     def find(self, prefix: str) -> list[NamespaceEntry]:
         """The one namespace whose digest begins with `prefix`: one entry per root that has it.
@@ -233,7 +247,9 @@ def _named(entries: Sequence[NamespaceEntry]) -> str:
     return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
 
 
-def _namespaces(root: str, findings: Findings) -> Iterator[NamespaceEntry]:
+def _namespaces(
+    root: str, findings: Findings, say: Callable[[str], None]
+) -> Iterator[NamespaceEntry]:
     try:
         with os.scandir(root) as scanned:
             entries = sorted(scanned, key=lambda entry: entry.name)
@@ -242,7 +258,7 @@ def _namespaces(root: str, findings: Findings) -> Iterator[NamespaceEntry]:
         return
     for entry in entries:
         if _DIGEST.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-            found = _namespace(root, entry.name, findings)
+            found = _namespace(root, entry.name, findings, say)
             if found is not None:
                 yield found
         elif is_temp(entry.name):
@@ -251,7 +267,9 @@ def _namespaces(root: str, findings: Findings) -> Iterator[NamespaceEntry]:
             findings.foreign(entry.path)
 
 
-def _namespace(root: str, digest: str, findings: Findings) -> NamespaceEntry | None:
+def _namespace(
+    root: str, digest: str, findings: Findings, say: Callable[[str], None]
+) -> NamespaceEntry | None:
     path = os.path.join(root, digest)
     description_path = os.path.join(path, NAMESPACE_FILE)
     try:
@@ -276,7 +294,11 @@ def _namespace(root: str, digest: str, findings: Findings) -> NamespaceEntry | N
                 created_s = found.st_mtime
                 description = _description(file.read(DESCRIPTION_BYTES_MAX + 1))
                 live = _is_locked(descriptor)
-    return NamespaceEntry(root, digest, description, created_s, live, (FileBlocks(path),))
+    layouts: list[LayoutBlocks] = [FileBlocks(path)]
+    if os.path.isdir(os.path.join(path, STORES_NAME)):
+        layouts.append(SegmentBlocks(path, say=say))
+    live = live or any(layout.is_used() for layout in layouts)
+    return NamespaceEntry(root, digest, description, created_s, live, layouts)
 
 
 def _description(text: bytes) -> dict[str, object]:

@@ -29,6 +29,7 @@ from kvtier.tiers.fs.catalog_findings import (
     Findings,
 )
 from kvtier.tiers.fs.namespace_directory import NAMESPACE_FILE
+from kvtier.tiers.fs.segments.store import STORES_NAME
 from kvtier.tiers.fs.temporary import is_temp
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 _FAN_OUT = re.compile(r"[0-9a-f]{3}")
 _NAME = re.compile(rf"(?:[0-9a-f]{{2}}){{2,{MAX_KEY_BYTES}}}")
-_OURS_IN_NAMESPACE = frozenset({NAMESPACE_FILE, "stores"})
+_OURS_IN_NAMESPACE = frozenset({NAMESPACE_FILE, STORES_NAME})
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -58,6 +59,9 @@ class FileBlocks:
         """Where the block's file is, if there is one."""
         name = key.hex()
         return f"{self._path}/{name[:3]}/{name}"
+
+    def disk_bytes(self) -> None:
+        """Nothing but the blocks."""
 
     def blocks(self, findings: Findings) -> Iterator[BlockEntry]:
         """Every block, one directory after the other."""
@@ -110,7 +114,11 @@ class FileBlocks:
         give_back(os.path.dirname(self._path), room)
         return deleted
 
-    def clear(self, findings: Findings) -> bool:
+    def is_used(self) -> bool:
+        """Files belong to nobody."""
+        return False
+
+    def clear(self, findings: Findings) -> None:
         """Remove the directories of blocks and the files of writers that are no more."""
         for entry in _scan(self._path, findings):
             if is_temp(entry.name):
@@ -121,7 +129,6 @@ class FileBlocks:
                         _unlink(inner.path)
                 with contextlib.suppress(OSError):
                     os.rmdir(entry.path)
-        return not [entry for entry in _scan(self._path, findings) if entry.name != NAMESPACE_FILE]
 
     def _blocks_in(self, directory: os.DirEntry[str], findings: Findings) -> Iterator[BlockEntry]:
         for entry in _scan(directory.path, findings):

@@ -34,7 +34,7 @@ class BlockEntry:
     key: BlockKey
     nbytes: int
     last_use_s: float
-    place: str = ""
+    place: object = None
 
 
 @dataclass(frozen=True, slots=True)
