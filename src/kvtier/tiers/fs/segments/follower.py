@@ -125,10 +125,29 @@ class Follower:
                         self._touched[keys[i]] = None
         return outcome
 
-    def touch(self, key: BlockKey) -> None:
-        """Count a use, to be told to the owner."""
+    def touch(self, key: BlockKey, length: int) -> bool:
+        """Count a use of a block, to be told to the owner; False if it is not here, or has another
+        length.
+        """
         with self._lock:
+            block = self._find(key)
+            if block is None or block.length != length:
+                return False
             self._touched[key] = None
+            return True
+
+    def delete(self, key: BlockKey) -> None:
+        """Forget a block here and now, and ask its owner to.
+
+        Raises:
+            OSError: the owner cannot be asked.
+        """
+        with self._lock:
+            found = None if self._reader is None else self._reader.table.find(key)
+            if found is not None and self._reader is not None:
+                self._reader.table.clear(*found)
+        if found is not None:
+            request(self.directory, [Record(EVICT, key)])
 
     def tend(self) -> list[BlockKey]:
         """Catch up with the log however long it is, tell the owner what was used, and close the
@@ -276,22 +295,17 @@ class Followers:
             left = [i for i in left if i not in outcome or outcome[i] is not None]
         return outcome
 
-    def touch(self, key: BlockKey) -> bool:
-        """Count a use of a block; False if no store has it."""
-        for follower in self.all():
-            if key in follower.keys:
-                follower.touch(key)
-                return True
-        return False
+    def touch(self, key: BlockKey, length: int) -> bool:
+        """Count a use of a block; False if no store has it in that length."""
+        return any(key in follower.keys and follower.touch(key, length) for follower in self.all())
 
     def delete(self, key: BlockKey) -> None:
         """Ask whoever keeps a block to forget it."""
         for follower in self.all():
-            if key in follower.keys:
-                try:
-                    request(follower.directory, [Record(EVICT, key)])
-                except OSError as error:
-                    self._lose(follower, error)
+            try:
+                follower.delete(key)
+            except OSError as error:
+                self._lose(follower, error)
 
     def tend(self) -> None:
         """Catch up with every log, whatever it takes."""

@@ -11,12 +11,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import threading
 from typing import TYPE_CHECKING
 
-from kvtier.tiers.fs.segments.paths import create_file, open_file, sync_directory, temp_name
+from kvtier.tiers.fs.segments.paths import (
+    create_file,
+    open_file,
+    reserve,
+    sync_directory,
+    temp_name,
+)
 from kvtier.tiers.fs.segments.records import (
     HEADER_BYTES,
     RECORD_BYTES,
@@ -37,6 +44,9 @@ if TYPE_CHECKING:
     from kvtier.tiers.fs.segments.table import SegmentTable
 
 LOG_NAME = "index.log"
+
+RESERVE_BYTES = 1 << 18
+"""Room that a log keeps on the disk: some 1,500 records."""
 
 _CHUNK_RECORDS = 8192
 
@@ -61,8 +71,10 @@ class Log:
         self._header = header
         self._end = end
         self._durable = durable
+        self._closed = False
+        self._reserved = end
         # the number of the descriptor never changes: rewriting puts another file behind it
-        self._sync = GroupSync(lambda: os.fdatasync(descriptor))
+        self._sync = GroupSync(self._sync_once)
 
     @property
     def num_records(self) -> int:
@@ -86,9 +98,12 @@ class Log:
             How many are there now, from the first: fewer than `records` if the disk is full.
 
         Raises:
-            OSError: none of them could be written.
+            OSError: none of them could be written; ESTALE if the log was closed.
         """
+        self._assert_open()
         data = memoryview(b"".join(encode(record, self._header.store) for record in records))
+        if self._end + len(data) > self._reserved:
+            self._reserve(len(data))
         written = 0
         error: OSError | None = None
         while written < len(data) and error is None:
@@ -125,6 +140,7 @@ class Log:
             OSError: the disk is full, say; the old log is still in use.
         """
         with self.lock:
+            self._assert_open()
             position = self._end
             tables = copy()
         temp = os.path.join(self._directory, temp_name())
@@ -137,6 +153,7 @@ class Log:
                 data = b"".join(encode(record, self._header.store) for record in chunk)
                 end = _write_at(descriptor, data, end)
             with self.lock:
+                self._assert_open()
                 while position < self._end:  # what was appended meanwhile
                     size = min(_CHUNK_RECORDS * RECORD_BYTES, self._end - position)
                     data = os.pread(self._descriptor, size, position)
@@ -149,7 +166,7 @@ class Log:
                 os.rename(temp, os.path.join(self._directory, LOG_NAME))
                 os.dup2(descriptor, self._descriptor, inheritable=False)
                 self._header = header
-                self._end = end
+                self._end = self._reserved = end
             if self._durable:
                 sync_directory(self._directory)
         except BaseException:
@@ -160,8 +177,26 @@ class Log:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Let go of the file."""
-        os.close(self._descriptor)
+        """Let go of the file: nothing is written any more, whoever still tries."""
+        with self.lock:
+            self._closed = True
+            os.close(self._descriptor)
+
+    def _sync_once(self) -> None:
+        self._assert_open()
+        os.fdatasync(self._descriptor)
+
+    def _assert_open(self) -> None:
+        if self._closed:  # the number may be another file's by now
+            raise OSError(errno.ESTALE, f"the log of {self._directory} was closed")
+
+    def _reserve(self, nbytes: int) -> None:
+        """Have the disk keep room for this and later records, so that eviction works when it is
+        full. It stands behind the end of the file.
+        """
+        self._reserved = self._end + nbytes + RESERVE_BYTES
+        with contextlib.suppress(OSError):
+            reserve(self._descriptor, self._end, nbytes + RESERVE_BYTES)
 
 
 def create_log(directory: str, header: Header, durable: bool) -> Log:

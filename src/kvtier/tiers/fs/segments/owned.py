@@ -1,4 +1,4 @@
-"""Writing, reading and evicting in the stores of this process.
+"""The stores of this process: making room in them, taking over those of others, letting go.
 
 The order that makes it safe, whenever the process is killed and whoever reads meanwhile:
 
@@ -14,22 +14,20 @@ import errno
 import logging
 import threading
 from collections import Counter, deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from kvtier.errors import MissingBlockError, TierFullError
-from kvtier.tiers.fs.segments.records import EVICT, MAX_KEY_BYTES, PUT, TOUCH, Record
-from kvtier.tiers.fs.segments.segment import Piece, move
-from kvtier.tiers.fs.segments.slots import OwnedSegment, Place, Slots, by_store
+from kvtier.tiers.fs.segments.places import OwnedSegment, by_store
+from kvtier.tiers.fs.segments.records import EVICT, TOUCH, Record
+from kvtier.tiers.fs.segments.slots import Slots
 from kvtier.tiers.fs.segments.store import Store, create_store, prepare_namespace
-from kvtier.tiers.fs.segments.table import SegmentTable, Table, slot_bytes_of
+from kvtier.tiers.fs.segments.table import SegmentTable, Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from kvtier.core.types import BlockKey
-    from kvtier.tiers.base import Buffers
-    from kvtier.tiers.fs.segments.slots import Block
+    from kvtier.tiers.fs.segments.places import Block, Place
     from kvtier.tiers.fs.space import Space
 
 logger = logging.getLogger(__name__)
@@ -39,25 +37,19 @@ FIRST_SLOTS = 16
 `segment_bytes`. So a store with little in it takes little, and a large one has few files."""
 
 EVICT_SHARE = 64
-"""One slot of so many is freed at a time when none is free."""
+"""One slot of so many is freed at a time when none is free, ..."""
+
+EVICT_MAX = 2048
+"""... but no more than this many, so that no reader waits for long."""
 
 RETRY_S = 1.0
 """How long a refusal of space is believed before the next segment is asked for."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-class _Item(NamedTuple):
-    """One block to be written."""
-
-    position: int
-    key: BlockKey
-    views: Buffers
-    length: int
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class OwnedStores:
-    """The blocks that this process keeps. Thread safe.
+    """What this process keeps. Thread safe.
 
     Args:
         root: an existing directory.
@@ -66,7 +58,7 @@ class OwnedStores:
         space: where room for segments is asked for.
         segment_bytes: size of the largest segment.
         direct: try direct I/O.
-        durable: blocks survive a loss of power once `write_batch` has returned.
+        durable: blocks survive a loss of power once their write has returned.
         clock: seconds, monotonic.
         wall_clock_ns: nanoseconds since the epoch.
 
@@ -106,99 +98,7 @@ class OwnedStores:
         self._stores: tuple[Store, ...] = ()  # replaced, never changed
         self._growing = threading.RLock()  # guards `_stores` and the making of segments
         self._refused_until = float("-inf")
-        self._writing: set[BlockKey] = set()
-        self._written = threading.Condition()  # guards `_writing`
         self.directory = prepare_namespace(root, namespace, description)
-
-    # --- blocks
-
-    def read(
-        self, keys: Sequence[BlockKey], into: Sequence[Buffers], indices: Sequence[int]
-    ) -> dict[int, Exception | None]:
-        """Read those of the blocks that are here.
-
-        Returns:
-            By index: None if the block was read, what went wrong otherwise; nothing for blocks
-            that are not here.
-        """
-        pinned = self.slots.pin(keys[i] for i in indices)
-        outcome: dict[int, Exception | None] = {}
-        pieces = []
-        try:
-            for i in indices:
-                block = pinned.get(keys[i])
-                if block is None:
-                    continue
-                length = sum(view.nbytes for view in into[i])
-                if block.length != length:
-                    outcome[i] = MissingBlockError(
-                        f"the block has {block.length} bytes, not {length}"
-                    )
-                    continue
-                outcome[i] = None
-                segment, slot = block.place
-                pieces.append(
-                    Piece(i, segment.file, slot, segment.table.slot_bytes, into[i], length)
-                )
-            failures = move(pieces, write=False)
-        finally:
-            self.slots.unpin(pinned.values())
-        for i, error in outcome.items():
-            if error is not None:
-                self.delete(keys[i])
-        for i, failure in failures.items():
-            if isinstance(failure, MissingBlockError) and self.delete(keys[i]):
-                self.give_up([pinned[keys[i]]], "lost_blocks")
-        return {**outcome, **failures}
-
-    def write(
-        self, keys: Sequence[BlockKey], data: Sequence[Buffers], indices: Sequence[int]
-    ) -> dict[int, Exception]:
-        """Keep blocks. One that is here is only used; one that another thread is writing is waited
-        for.
-
-        Returns:
-            What went wrong, by index.
-        """
-        failures: dict[int, Exception] = {}
-        left = [_Item(i, keys[i], data[i], sum(v.nbytes for v in data[i])) for i in indices]
-        for item in left:
-            if not 1 <= len(item.key) <= MAX_KEY_BYTES:
-                failures[item.position] = ValueError(
-                    f"a key has 1 to {MAX_KEY_BYTES} bytes, this one {len(item.key)}"
-                )
-        left = [item for item in left if item.position not in failures]
-        while left:
-            mine, others = [], []
-            with self._written:
-                for item in left:
-                    if self.slots.touch(item.key, item.length):
-                        continue
-                    if item.key in self._writing:
-                        others.append(item)
-                    else:
-                        self._writing.add(item.key)
-                        mine.append(item)
-            try:
-                self._write_mine(mine, failures)
-            finally:
-                with self._written:
-                    self._writing.difference_update(item.key for item in mine)
-                    self._written.notify_all()
-            with self._written:
-                for item in others:
-                    while item.key in self._writing:
-                        self._written.wait()
-            left = others
-        return failures
-
-    def delete(self, key: BlockKey) -> bool:
-        """Forget a block; False if it is not here."""
-        block = self.slots.forget(key)
-        if block is None:
-            return False
-        self.release([block])
-        return True
 
     def give_up(self, blocks: Iterable[Block], total: str) -> None:
         """Say that blocks went without being asked to; they are counted under `total`."""
@@ -210,8 +110,7 @@ class OwnedStores:
         """Say in the logs that blocks are gone, then free their slots.
 
         Returns:
-            Those that are gone. If the disk was too full to say so of all, the segments of the
-            others were given up, with all blocks in them.
+            Those that are gone. The others are back, since a log takes no more: the disk is full.
 
         Raises:
             OSError: a log cannot be written for another reason; its blocks are back.
@@ -228,7 +127,7 @@ class OwnedStores:
                     count = store.log.append(records)
                 store.log.sync()
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in FULL:
                     self.slots.restore(group)
                     failure = error
                     continue
@@ -236,96 +135,11 @@ class OwnedStores:
             self.slots.free(group[:count])
             gone += group[:count]
             self.slots.restore(group[count:])
-            for segment in {block.place.segment for block in group[count:]}:
-                self.remove_segment(segment, "evicted_blocks")
         if failure is not None:
             raise failure
         return gone
 
-    def _write_mine(self, items: Sequence[_Item], failures: dict[int, Exception]) -> None:
-        by_size: dict[int, list[_Item]] = {}
-        for item in items:
-            by_size.setdefault(slot_bytes_of(item.length), []).append(item)
-        for slot_bytes, group in by_size.items():
-            try:
-                for item in group:
-                    self.delete(item.key)  # it has another length
-                places = self._room(slot_bytes, len(group))
-            except OSError as error:
-                failures.update((item.position, error) for item in group)
-                continue
-            for item in group[len(places) :]:
-                self.totals["full_blocks"] += 1
-                failures[item.position] = TierFullError(
-                    "no space for another segment, and no block that could make room"
-                )
-            self._write_to(list(zip(group, places, strict=False)), failures)
-
-    def _write_to(
-        self, targets: Sequence[tuple[_Item, Place]], failures: dict[int, Exception]
-    ) -> None:
-        """Write blocks into reserved slots, then say so in the logs, then in the index."""
-        unused = {place.location: place for _, place in targets}
-        try:
-            pieces = [
-                Piece(
-                    item.position,
-                    place.segment.file,
-                    place.slot,
-                    place.segment.table.slot_bytes,
-                    item.views,
-                    item.length,
-                )
-                for item, place in targets
-            ]
-            failed = move(pieces, write=True)
-            if self._durable:
-                for file in {piece.file for piece in pieces if piece.position not in failed}:
-                    try:
-                        file.sync()
-                    except OSError as error:
-                        failed.update((p.position, error) for p in pieces if p.file is file)
-            failures.update(failed)
-            good: dict[Store, list[tuple[_Item, Place]]] = {}
-            for item, place in targets:
-                if item.position not in failed:
-                    good.setdefault(place.segment.store, []).append((item, place))
-            for store, group in good.items():
-                try:
-                    self._publish(store, group, unused, failures)
-                except OSError as error:
-                    failures.update((item.position, error) for item, _ in group)
-        finally:
-            self.slots.abandon(unused.values())
-
-    def _publish(
-        self,
-        store: Store,
-        group: Sequence[tuple[_Item, Place]],
-        unused: dict[int, Place],
-        failures: dict[int, Exception],
-    ) -> None:
-        records = []
-        for item, place in group:
-            now = self.slots.stamp()
-            number = place.segment.table.number
-            records.append(Record(PUT, item.key, number, place.slot, item.length, now, now))
-        former = []
-        with store.log.lock:
-            count = store.log.append(records)
-            for (item, place), record in zip(group[:count], records, strict=False):
-                del unused[place.location]
-                block = self.slots.publish(item.key, place, item.length, record.created_ns)
-                if block is not None:
-                    former.append(block)
-        for item, _ in group[count:]:
-            failures[item.position] = OSError(errno.ENOSPC, "no space left for the log")
-        self.release(former)
-        store.log.sync()
-
-    # --- room
-
-    def _room(self, slot_bytes: int, count: int) -> list[Place]:
+    def room(self, slot_bytes: int, count: int) -> list[Place]:
         """Up to `count` slots to write to: free ones, of a new segment, of evicted blocks."""
         places = self.slots.reserve(slot_bytes, count)
         try:
@@ -350,37 +164,52 @@ class OwnedStores:
             largest = max(FIRST_SLOTS, self._segment_bytes // slot_bytes)
             wanted = min(max(FIRST_SLOTS, num_slots), largest)
             least = FIRST_SLOTS if num_slots else 1
-            while not self.space.take(wanted * slot_bytes):
+            while not self._create_segment(slot_bytes, wanted):
                 if wanted == least:
                     self._refused_until = self._clock() + RETRY_S
                     return False
                 wanted = max(least, wanted // 2)
-            store = None
-            try:
-                store = self._home()
-                number, file = store.create_segment(wanted * slot_bytes)
-            except OSError as error:
-                self.space.give_back(wanted * slot_bytes)
-                if error.errno in _FULL:
-                    self.totals["full_disk"] += 1
-                    self._refused_until = self._clock() + RETRY_S
-                    return False
-                if store is not None and not store.is_whole():
-                    self.abandon(store)
-                    return True  # the next attempt makes another store
-                raise
-            table = SegmentTable(number, slot_bytes, wanted)
-            self.slots.add(OwnedSegment(table, file, store))
             return True
+
+    def _create_segment(self, slot_bytes: int, num_slots: int) -> bool:
+        """Make a segment; False if there is no space for it. The caller holds `_growing`."""
+        nbytes = slot_bytes * num_slots
+        if not self.space.take(nbytes):
+            return False
+        try:
+            store = self._home()
+            try:
+                number, file = store.create_segment(nbytes)
+            except FileNotFoundError:
+                if store.is_whole():
+                    raise
+                self.abandon(store)  # it was wiped
+                store = self._home()
+                number, file = store.create_segment(nbytes)
+        except OSError as error:
+            self.space.give_back(nbytes)
+            if error.errno in FULL:
+                self.totals["full_disk"] += 1
+                return False
+            raise
+        self.slots.add(OwnedSegment(SegmentTable(number, slot_bytes, num_slots), file, store))
+        return True
 
     def _evict(self, slot_bytes: int, count: int) -> bool:
         """Whether there is a hope of more free slots now, by giving up blocks."""
         num_slots = self.slots.counts().get(slot_bytes, (0, 0))[0]
-        blocks = self.slots.forget_coldest(slot_bytes, max(count, num_slots // EVICT_SHARE))
+        share = min(num_slots // EVICT_SHARE, EVICT_MAX)
+        blocks = self.slots.forget_coldest(slot_bytes, max(count, share))
         if blocks:
-            self.give_up(self.release(blocks), "evicted_blocks")
-            return True
-        segment = self.slots.coldest_segment(but_of=slot_bytes)
+            gone = self.release(blocks)
+            self.give_up(gone, "evicted_blocks")
+            # a log that takes no more does when the disk has room again
+            return bool(gone) or self.shrink()
+        return self.shrink(but_of=slot_bytes)
+
+    def shrink(self, but_of: int = -1) -> bool:
+        """Give up the coldest segment, not one with slots of `but_of` bytes; False without one."""
+        segment = self.slots.coldest_segment(but_of)
         if segment is None:
             return False
         self.remove_segment(segment, "evicted_blocks")
@@ -420,16 +249,17 @@ class OwnedStores:
             OSError: the medium failed.
         """
         store.sweep()
+        numbers = set(store.segment_numbers())
         segments: list[OwnedSegment] = []
         lost = 0
-        numbers = set(store.segment_numbers())
         for segment_table in list(table.segments.values()):
-            if segment_table.live == 0:
-                table.remove(segment_table)
-                continue
-            try:
-                file = store.open_segment(segment_table.number)
-            except OSError:
+            file = None
+            if segment_table.live and segment_table.number in numbers:
+                try:
+                    file = store.open_segment(segment_table.number)
+                except OSError as error:
+                    logger.warning("A segment of %s is lost: %s", store.directory, error)
+            if file is None:
                 lost += len(table.remove(segment_table))
                 continue
             num_slots = max(0, file.nbytes()) // segment_table.slot_bytes
@@ -437,16 +267,16 @@ class OwnedStores:
                 lost += table.clear(segment_table, slot) is not None
             segment_table.resize(num_slots)
             segments.append(OwnedSegment(segment_table, file, store))
-            numbers.discard(segment_table.number)
-        self.totals["lost_blocks"] += lost
-        count = len(table)
+            numbers.remove(segment_table.number)
+        num_blocks = len(table)
         double = self.slots.join(segments, table)
-        for number in numbers:  # nothing lies in them
-            self.space.give_back(store.remove_segment(number))
         with self._growing:
             self._stores += (store,)
         self.totals["adopted_stores"] += 1
-        self.totals["adopted_blocks"] += count - len(double)
+        self.totals["adopted_blocks"] += num_blocks - len(double)
+        self.totals["lost_blocks"] += lost
+        for number in numbers:  # nothing lies in them
+            self.space.give_back(store.remove_segment(number))
         self.release(double)
 
     def abandon(self, store: Store) -> None:

@@ -1,7 +1,9 @@
-"""Making directories and files that only this user can read, whatever the umask."""
+"""Making directories and files that only this user can read, whatever the umask; room for them."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import itertools
 import os
 import secrets
@@ -12,6 +14,12 @@ TEMP_SUFFIX = ".tmp"
 _FILE_MODE = 0o600
 _DIRECTORY_MODE = 0o700
 _CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
+_NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 _token = secrets.token_hex(8)
 _numbers = itertools.count()
@@ -76,3 +84,35 @@ def sync_directory(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def allocate(descriptor: int, nbytes: int) -> None:
+    """Make a file `nbytes` long, and have the disk keep the room. The C library's posix_fallocate
+    would write to every page where a file system cannot do that; the file is sparse there instead,
+    and a write may find the disk full.
+
+    Raises:
+        OSError: ENOSPC, EDQUOT, EFBIG, ...
+    """
+    try:
+        _fallocate(descriptor, 0, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+        os.ftruncate(descriptor, nbytes)
+
+
+def reserve(descriptor: int, offset: int, nbytes: int) -> None:
+    """Have the disk keep room behind the end of a file, whose length does not change.
+
+    Raises:
+        OSError: there is none, or the file system cannot.
+    """
+    _fallocate(descriptor, _KEEP_SIZE, offset, nbytes)
+
+
+def _fallocate(descriptor: int, mode: int, offset: int, nbytes: int) -> None:
+    while _libc.fallocate(descriptor, mode, offset, nbytes) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))

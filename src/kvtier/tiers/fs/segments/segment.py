@@ -6,14 +6,14 @@ goes through the page cache, which the kernel keeps coherent with it.
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import fcntl
 import os
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.errors import MissingBlockError
-from kvtier.tiers.fs.segments.paths import create_file, open_file
+from kvtier.tiers.fs.segments.paths import allocate, create_file, open_file
 from kvtier.tiers.fs.segments.sync import GroupSync
 
 if TYPE_CHECKING:
@@ -25,10 +25,6 @@ SEGMENT_SUFFIX = ".segment"
 
 IOV_MAX = 1024
 """Buffers that Linux takes in one call."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class SegmentFile:
@@ -133,7 +129,7 @@ class SegmentFile:
 
     def _open_direct(self) -> int:
         """Another descriptor of the same file, or -1."""
-        flags = os.O_RDWR if os.access(self.path, os.W_OK) else os.O_RDONLY
+        flags = fcntl.fcntl(self._buffered, fcntl.F_GETFL) & os.O_ACCMODE
         try:
             descriptor = open_file(self.path, flags | os.O_DIRECT)
         except OSError:
@@ -171,7 +167,7 @@ def create_segment(directory: str, number: int, nbytes: int, direct: bool) -> Se
     path = segment_path(directory, number)
     descriptor = create_file(path)
     try:
-        _allocate(descriptor, nbytes)
+        allocate(descriptor, nbytes)
         return SegmentFile(path, descriptor, direct)
     except BaseException:
         os.close(descriptor)
@@ -264,19 +260,6 @@ def _move_run(run: Sequence[Piece], write: bool) -> Exception | None:
     except OSError as error:
         return error
     return None
-
-
-def _allocate(descriptor: int, nbytes: int) -> None:
-    """Reserve the bytes of a file. The C library's posix_fallocate would write to every page where
-    the file system cannot do that; a sparse file does instead, and a write may find the disk full.
-    """
-    while _libc.fallocate(descriptor, 0, 0, nbytes) != 0:
-        number = ctypes.get_errno()
-        if number in _NOT_SUPPORTED:
-            os.ftruncate(descriptor, nbytes)
-            return
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))
 
 
 def _behind(views: list[memoryview], count: int) -> list[memoryview]:

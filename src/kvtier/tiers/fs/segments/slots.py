@@ -7,69 +7,19 @@ was forgotten, but its log does not say so yet, or a reader still has it pinned.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.tiers.fs.segments.table import NEVER_USED, SLOT_BITS, SegmentTable, Table
+from kvtier.tiers.fs.segments.places import Block, OwnedSegment, Place
+from kvtier.tiers.fs.segments.table import NEVER_USED, SLOT_BITS, Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from kvtier.core.types import BlockKey
-    from kvtier.tiers.fs.segments.segment import SegmentFile
     from kvtier.tiers.fs.segments.store import Store
-
-
-class OwnedSegment:
-    """A segment of a store of this process.
-
-    Attributes:
-        table: what lies in its slots.
-        file: of the slots.
-        store: that it belongs to.
-        free: one byte per slot, 1 if it is free.
-        num_free: how many are.
-        gone: it was given up; slots that still are pinned or reserved go nowhere.
-    """
-
-    __slots__ = ("file", "free", "gone", "num_free", "store", "table")
-
-    def __init__(self, table: SegmentTable, file: SegmentFile, store: Store) -> None:
-        self.table = table
-        self.file = file
-        self.store = store
-        self.free = bytearray(key is None for key in table.keys)
-        self.num_free = len(self.free) - table.live
-        self.gone = False
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the file."""
-        return len(self.free) * self.table.slot_bytes
-
-
-class Place(NamedTuple):
-    """One slot."""
-
-    segment: OwnedSegment
-    slot: int
-
-    @property
-    def location(self) -> int:
-        """The number that stands for it."""
-        return self.segment.table.handle << SLOT_BITS | self.slot
-
-
-class Block(NamedTuple):
-    """A block and where it lies, or lay; times are nanoseconds since the epoch."""
-
-    key: BlockKey
-    place: Place
-    length: int
-    created_ns: int
-    used_ns: int
+    from kvtier.tiers.fs.segments.table import SegmentTable
 
 
 class Slots:
@@ -195,21 +145,23 @@ class Slots:
                         places.append(Place(segment, slot))
         return places
 
-    def publish(self, key: BlockKey, place: Place, length: int, created_ns: int) -> Block | None:
+    def publish(self, key: BlockKey, place: Place, length: int, created_ns: int) -> list[Block]:
         """The block lies complete in a slot that was reserved, and its log says so.
 
         Returns:
-            The same block as it lay elsewhere, if it did: leaving, see `free`.
+            What its log still has to say is gone, see `free`: the same block as it lay elsewhere,
+            or this one, if its segment was given up meanwhile.
         """
         with self._lock:
-            former = None
-            if not place.segment.gone:
+            segment, slot = place
+            if segment.gone:
+                leaving = [Block(key, place, length, created_ns, created_ns)]
+            else:
                 former = self.forget(key)
-                self._table.put(
-                    place.segment.table, place.slot, key, length, created_ns, created_ns
-                )
-            place.segment.file.leave()
-            return former
+                leaving = [] if former is None else [former]
+                self._table.put(segment.table, slot, key, length, created_ns, created_ns)
+            segment.file.leave()
+            return leaving
 
     def abandon(self, places: Iterable[Place]) -> None:
         """Slots that were reserved hold nothing after all."""
@@ -403,11 +355,3 @@ class Slots:
     def _block(key: BlockKey, place: Place) -> Block:
         table, slot = place.segment.table, place.slot
         return Block(key, place, table.lengths[slot], table.created[slot], table.used[slot])
-
-
-def by_store(blocks: Iterable[Block]) -> dict[Store, list[Block]]:
-    """Blocks grouped by the store that they lie in."""
-    grouped: defaultdict[Store, list[Block]] = defaultdict(list)
-    for block in blocks:
-        grouped[block.place.segment.store].append(block)
-    return grouped

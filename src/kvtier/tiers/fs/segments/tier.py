@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Literal
 
 from kvtier.errors import MissingBlockError
+from kvtier.tiers.fs.segments.blocks import OwnedBlocks
 from kvtier.tiers.fs.segments.follower import Followers
 from kvtier.tiers.fs.segments.owned import OwnedStores
 from kvtier.tiers.fs.segments.upkeep import Upkeep
@@ -81,6 +82,7 @@ class SegmentsTier:
             clock,
             wall_clock_ns,
         )
+        self._blocks = OwnedBlocks(self._owned, durable)
         self._followers = Followers(
             self._owned.directory,
             direct,
@@ -104,7 +106,7 @@ class SegmentsTier:
         """
         followers = self._followers.look()
         own = self._owned.slots.keys
-        answers = [key in own for key in keys]
+        answers = list(map(own.__contains__, keys))
         for follower in followers:
             held = follower.keys
             if held:
@@ -137,13 +139,13 @@ class SegmentsTier:
         self, keys: Sequence[BlockKey], into: Sequence[Buffers]
     ) -> list[BaseException | None]:
         """See `SupportsBatch.read_batch`: one call for each run of adjacent slots."""
-        outcome = self._owned.read(keys, into, range(len(keys)))
+        outcome = self._blocks.read(keys, into, range(len(keys)))
         left = [i for i in range(len(keys)) if i not in outcome]
         if left:
             outcome.update(self._followers.read(keys, into, left))
             # a store may have been adopted between the two looks
             left = [i for i in left if i not in outcome and keys[i] in self._owned.slots.keys]
-            outcome.update(self._owned.read(keys, into, left))
+            outcome.update(self._blocks.read(keys, into, left))
         return [
             outcome[i] if i in outcome else MissingBlockError(f"no block {key.hex()}")
             for i, key in enumerate(keys)
@@ -154,13 +156,20 @@ class SegmentsTier:
     ) -> list[BaseException | None]:
         """See `SupportsBatch.write_batch`: adjacent slots where possible, one call for each run."""
         own = self._owned.slots.keys
-        new = [i for i, key in enumerate(keys) if key in own or not self._followers.touch(key)]
-        failures = self._owned.write(keys, data, new)
+        followed = any(follower.keys for follower in self._followers.all())
+        new = [
+            i
+            for i, key in enumerate(keys)
+            if not followed
+            or key in own
+            or not self._followers.touch(key, sum(view.nbytes for view in data[i]))
+        ]
+        failures = self._blocks.write(keys, data, new)
         return [failures.get(i) for i in range(len(keys))]
 
     def delete(self, key: BlockKey) -> None:
         """Forget a block; absent is fine. Of another process's block, its owner is asked to."""
-        if not self._owned.delete(key):
+        if not self._blocks.delete(key):
             self._followers.delete(key)
 
     def take_dropped(self) -> list[BlockKey]:

@@ -8,7 +8,6 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from kvtier.errors import TierError
 from kvtier.tiers.fs.segments.follower import INLINE_BYTES
 from kvtier.tiers.fs.segments.log import LOG_NAME
 from kvtier.tiers.fs.segments.records import (
@@ -122,7 +121,9 @@ class Upkeep:
         """Notice stores and segments that were removed or cut off by hand."""
         for store in self._owned.stores():
             if not store.is_whole():
-                logger.warning("%s was removed or changed by hand: its blocks are lost", store)
+                logger.warning(
+                    "%s was removed or changed by hand: its blocks are lost", store.directory
+                )
                 self._owned.abandon(store)
         for segment in self._owned.slots.segments():
             if segment.file.enter():
@@ -195,7 +196,12 @@ class Upkeep:
             os.close(lock)
             raise
         else:
-            self._owned.adopt(store, table)
+            try:
+                self._owned.adopt(store, table)
+            except BaseException:
+                if store not in self._owned.stores():
+                    store.close()
+                raise
             self._followers.scan(force=True)
 
     def _tidy(self) -> None:
@@ -209,7 +215,7 @@ class Upkeep:
         """One step; what goes wrong in it does not keep the others from being done."""
         try:
             step(*arguments)
-        except (OSError, TierError) as error:
+        except Exception as error:  # noqa: BLE001 - a mistake in one must not end them all
             self._owned.totals["upkeep_failures"] += 1
             cause = (getattr(step, "__name__", ""), type(error).__name__)
             if cause not in self._causes:
