@@ -28,7 +28,7 @@ from kvtier.tiers.fs.catalog_archive import export_namespace, import_namespace, 
 from kvtier.tiers.fs.catalog_capacity import capacity_of
 from kvtier.tiers.fs.catalog_findings import Findings
 from kvtier.tiers.fs.files import check_root
-from kvtier.tiers.fs.tier_type import FsSettings, FsTierType
+from kvtier.tiers.registry import decode_settings, load_tier_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +41,7 @@ _ROOM_SHARE = 0.9  # of the capacity: below the watermark to which tiers evict
 _STREAM = Path("-")
 _COPY_BYTES = 1 << 20
 
-LayoutOption = Literal["auto", "files"]
+LayoutOption = Literal["auto", "files", "segments"]
 
 
 def export(
@@ -109,10 +109,11 @@ def import_(
 
 
 def _opener(root: Path, layout: LayoutOption) -> Callable[[str, Mapping[str, object]], Tier]:
-    settings = FsSettings(root_dir=str(root), layout=layout)
+    tier_type = load_tier_type("fs", "type")
+    settings = decode_settings(tier_type, {"root_dir": str(root), "layout": layout}, "import")
 
     def open_tier(digest: str, description: Mapping[str, object]) -> Tier:
-        return FsTierType().open(settings, digest, description)
+        return tier_type.open(settings, digest, description)
 
     return open_tier
 

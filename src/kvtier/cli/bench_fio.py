@@ -69,7 +69,7 @@ def measure_fio(fio: str, directory: Path, block_bytes: int, depth: int, direct:
         for engine in ("libaio", "psync"):
             found = _run(fio, directory, block_bytes, depth, total, direct, engine)
             best = best.better(found)
-            (directory / _FILE).unlink()
+            (directory / _FILE).unlink(missing_ok=True)
     finally:
         (directory / _FILE).unlink(missing_ok=True)
     return best
@@ -87,7 +87,7 @@ def _run(
     workers = depth if engine == "psync" else 1
     share = max(block_bytes, total // workers // block_bytes * block_bytes)
     common = [
-        f"--filename={directory / _FILE}",
+        f"--filename={directory.absolute() / _FILE}",
         f"--ioengine={engine}",
         f"--iodepth={1 if engine == 'psync' else depth}",
         f"--numjobs={workers}",
@@ -115,7 +115,6 @@ def _run(
         text=True,
         check=False,
         timeout=_TIMEOUT_S,
-        cwd=directory,
         env={**os.environ, "LC_ALL": "C"},
     )
     if done.returncode:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,7 +19,7 @@ from rich.console import Console
 from kvtier.cli.admin_options import size_text
 from kvtier.cli.admin_output import Json, exit_codes, messages_console, print_json, say
 from kvtier.cli.bench_fio import FioBest, find_fio, measure_fio, total_bytes
-from kvtier.cli.bench_fs_jobs import BenchTier, JobTimes
+from kvtier.cli.bench_fs_jobs import BenchTier, JobTimes, filled_region
 from kvtier.cli.bench_report import Row, rows_json, rows_table
 from kvtier.config import parse_size
 from kvtier.errors import ConfigError
@@ -47,7 +48,7 @@ class Plan:
         jobs: blocks per job, ascending.
         layout: of the tier.
         threads: of the tier; None for its own choice.
-        seconds: after which no further shape is begun.
+        seconds: that all of it may take; shapes that would take longer are left out.
     """
 
     sizes: Sequence[int]
@@ -114,12 +115,14 @@ def bench_fs(
     jobs: Annotated[
         str | None, typer.Option(metavar="LIST", help=f"Blocks per job.  [default: {JOBS}]")
     ] = None,
-    layout: Annotated[Literal["auto", "files"], typer.Option(help="Of the tier.")] = "auto",
+    layout: Annotated[
+        Literal["auto", "files", "segments"], typer.Option(help="Of the tier.")
+    ] = "auto",
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=2, max=1024, help="Of the tier.")
     ] = None,
     seconds: Annotated[
-        float, typer.Option(metavar="S", min=1, help="Begin no further shape after so long.")
+        float, typer.Option(metavar="S", min=1, help="Leave out what would take longer in all.")
     ] = 100.0,
     quick: Annotated[
         bool, typer.Option("--quick", help=f"Only {QUICK_SIZES} in jobs of {QUICK_JOBS}.")
@@ -137,14 +140,15 @@ def bench_fs(
     with exit_codes(messages):
         draw = None if plot is None else _plotter(plot)
         plan = Plan(
-            sizes=_sizes(sizes or (QUICK_SIZES if quick else SIZES)),
-            jobs=_jobs(jobs or (QUICK_JOBS if quick else JOBS)),
+            sizes=_sizes((QUICK_SIZES if quick else SIZES) if sizes is None else sizes),
+            jobs=_jobs((QUICK_JOBS if quick else JOBS) if jobs is None else jobs),
             layout=layout,
             threads=threads,
             seconds=seconds,
         )
         check_free(directory, plan.disk_bytes)
         with (
+            termination_as_interrupt(),
             scratch(directory) as place,
             messages.status("bench") as status,
         ):
@@ -202,14 +206,21 @@ def _measure_size(
     if plan.threads is not None:
         options["threads"] = plan.threads
     try:
-        with BenchTier(root, options, size, max(jobs)) as tier:
+        with (
+            contextlib.closing(filled_region(size, max(jobs))) as region,
+            BenchTier(root, options, region) as tier,
+        ):
             depths = {min(job, tier.num_threads) for job in jobs}
             # before and after, since the speed of a shared disk changes
             best = _best(fio, place, size, depths, {}, doing)
+            expected_s = 0.0
             for job in jobs:
-                if time.monotonic() < until:
-                    doing(f"{shape_text(size)} x {job}")
-                    measured.times[size, job] = tier.times(job, repetitions(size, job))
+                blocks = job * repetitions(size, job)
+                if time.monotonic() + expected_s * blocks > until:
+                    break
+                doing(f"{shape_text(size)} x {job}")
+                times = measured.times[size, job] = tier.times(job, repetitions(size, job))
+                expected_s = (times.store + times.load) / job
             best = _best(fio, place, size, depths, best, doing)
             for job in jobs:
                 if best and (size, job) in measured.times:
@@ -237,7 +248,21 @@ def _best(
     return found
 
 
-@contextmanager
+@contextlib.contextmanager
+def termination_as_interrupt() -> Iterator[None]:
+    """Have SIGTERM end this like Ctrl-C does, so that it cleans up. On the main thread only."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+@contextlib.contextmanager
 def scratch(directory: Path) -> Iterator[Path]:
     """A directory of our own below another one, removed at the end whatever happens.
 

@@ -54,24 +54,20 @@ class BenchTier:
     Args:
         root: directory of the tier, empty, its own.
         options: of the tier, without `root_dir`.
-        row_bytes: of a block.
-        num_slots: blocks of the largest job.
+        region: whose slots are stored and loaded; stays the caller's.
 
     Raises:
+        ConfigError: the tier has no such options.
         TierError: the tier does not take blocks.
-        RegionError: no memory for so many slots.
     """
 
-    def __init__(
-        self, root: Path, options: Mapping[str, object], row_bytes: int, num_slots: int
-    ) -> None:
+    def __init__(self, root: Path, options: Mapping[str, object], region: Region) -> None:
         self._root = root
         self._namespace = hashlib.sha256(secrets.token_bytes(16)).hexdigest()
         self._job_ids = itertools.count(1)
         self._keys = itertools.count()
         self._token = secrets.token_bytes(16)
-        self._region = Region.create(Geometry(num_slots, row_bytes, 1))
-        _fill(self._region)
+        self._region = region
         tier_type = load_tier_type("fs", "bench.type")
         plain = {"root_dir": str(root), **options}
         settings = decode_settings(tier_type, plain, "bench")
@@ -96,7 +92,6 @@ class BenchTier:
     def close(self) -> None:
         """End the tier's process; what it stored stays."""
         self._driver.close(timeout_s=10.0)
-        self._region.close()
 
     def times(self, job_blocks: int, repetitions: int) -> JobTimes:
         """Store, look up and load fresh blocks, `repetitions` times.
@@ -211,11 +206,17 @@ def drop_cached(root: Path) -> None:
                     os.close(descriptor)
 
 
-def _fill(region: Region) -> None:
-    """Data that no disk can compress, in every row."""
+def filled_region(row_bytes: int, num_slots: int) -> Region:
+    """A region with data that no disk can compress in every row.
+
+    Raises:
+        RegionError: there is no memory for so many slots.
+    """
+    region = Region.create(Geometry(num_slots, row_bytes, 1))
     region.populate().join()
     flat = region.rows.reshape(-1)
     pattern = np.frombuffer(secrets.token_bytes(min(_PATTERN_BYTES, flat.nbytes)), np.uint8)
     for start in range(0, flat.nbytes, pattern.nbytes):
         piece = flat[start : start + pattern.nbytes]
         np.copyto(piece, pattern[: piece.nbytes])
+    return region
