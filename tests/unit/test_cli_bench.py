@@ -71,10 +71,12 @@ def test_beside_fio(place: Path) -> None:
     assert [path.name for path in place.iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.skipif(find_fio() is None, reason="fio is not installed")
-def test_a_failing_fio_says_why(place: Path) -> None:
-    with pytest.raises(TierError, match="fio"):
-        measure_fio(find_fio(), place / "none", MIB, 1, False)
+def test_a_failing_fio_says_why(place: Path, tmp_path: Path) -> None:
+    program = tmp_path / "fio"
+    program.write_text("#!/bin/sh\necho no such engine >&2\nexit 3\n")
+    program.chmod(0o700)
+    with pytest.raises(TierError, match="no such engine"):
+        measure_fio(str(program), place, MIB, 1, False)
 
 
 def test_a_table_and_a_picture(place: Path, tmp_path: Path, without_fio: None) -> None:
