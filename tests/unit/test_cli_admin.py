@@ -60,7 +60,7 @@ class TestLs:
         for words in (NAMESPACE[:16], OTHER[:16], "prod", "TinyForCausalLM bfloat16", "files"):
             assert words in done.stdout
         assert "2 namespaces, 10 blocks, 680.0 KiB" in done.stdout
-        assert "1 foreign files" in done.stderr
+        assert "1 foreign file," in done.stderr
         assert str(root / "notes.txt") in done.stderr
 
     def test_as_json(self, root: Path) -> None:
@@ -122,7 +122,7 @@ class TestVerify:
     def test_good(self, root: Path) -> None:
         found = run_json("verify", root)
         assert (found["ok"], found["blocks"], found["damaged"]) == (True, 10, [])
-        assert "10 blocks are good" in run("verify", root).stdout
+        assert "10 good blocks" in run("verify", root).stdout
 
     def test_damage_is_told_and_the_exit_code_says_so(self, root: Path) -> None:
         path = put_block(root / NAMESPACE, 3)
@@ -187,7 +187,7 @@ class TestVerify:
         finally:
             os.close(ours)
         assert b"verify" in seen
-        assert b"10 blocks are good" in shown.stdout
+        assert b"10 good blocks" in shown.stdout
 
 
 class TestEvict:

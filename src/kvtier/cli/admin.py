@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.cli.admin_options import age_text, sample_size, size_text
+from kvtier.cli.admin_options import age_text, count_text, sample_size, size_text
 from kvtier.cli.admin_output import (
     PROBLEMS,
     Json,
@@ -167,7 +167,7 @@ def _list_namespaces(catalog: Catalog, findings: Findings, json: bool) -> None:
     out.print(table)
     say(
         out,
-        f"{total['namespaces']} namespaces, {total['blocks']:,} blocks, "
+        f"{count_text(total['namespaces'], 'namespace')}, {count_text(total['blocks'], 'block')}, "
         f"{size_text(total['bytes'])}",
     )
     for root, capacity in capacities.items():
@@ -175,7 +175,7 @@ def _list_namespaces(catalog: Catalog, findings: Findings, json: bool) -> None:
             say(
                 out,
                 f"{root}: {size_text(capacity.granted_bytes)} of {size_text(capacity.limit_bytes)} "
-                f"in use by {len(capacity.members)} processes",
+                f"in use by {count_text(len(capacity.members), 'process', 'processes')}",
             )
 
 
@@ -347,14 +347,13 @@ def _print_verification(
     messages: Console,
 ) -> None:
     rate = size_text(found.nbytes / seconds) if seconds > 0 else "-"
-    text = (
-        f"{found.blocks:,} blocks are good, {size_text(found.nbytes)} in {seconds:.1f} s, {rate}/s"
-    )
+    text = f"{count_text(found.blocks, 'good block')}, {size_text(found.nbytes)}"
+    text += f" in {seconds:.1f} s, {rate}/s"
     if found.vanished:
         text += f"; {found.vanished:,} were gone meanwhile"
     sys.stdout.write(text + "\n")
     if found.damages:
-        sys.stdout.write(f"{len(found.damages):,} blocks are damaged:\n")
+        sys.stdout.write(f"{count_text(len(found.damages), 'damaged block')}:\n")
     for damage in found.damages[:_DAMAGES_SHOWN]:
         sys.stdout.write(
             f"  {damage.namespace.digest[:_DIGITS_SHOWN]} {damage.entry.key.hex()}: "
@@ -365,7 +364,7 @@ def _print_verification(
     if stale:
         removed = sum(removed for _, removed in stale)
         sys.stdout.write(
-            f"{len(stale):,} files of writers that were killed, "
+            f"{count_text(len(stale), 'file')} of writers that were killed, "
             f"{size_text(sum(file.nbytes for file, _ in stale))}, {removed:,} removed\n"
         )
     say_findings(messages, findings)

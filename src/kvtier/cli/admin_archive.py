@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal
 import typer
 
 from kvtier.cli.admin import chosen, listed
-from kvtier.cli.admin_options import size_text
+from kvtier.cli.admin_options import count_text, size_text
 from kvtier.cli.admin_output import (
     PROBLEMS,
     Json,
@@ -176,7 +176,9 @@ def _report(verb: str, skipped: str, done: Transfer, json: bool, to_stderr: bool
             out,
         )
         return
-    text = f"{verb} {done.blocks:,} blocks, {size_text(done.nbytes)}, of {done.namespace}"
+    text = (
+        f"{verb} {count_text(done.blocks, 'block')}, {size_text(done.nbytes)}, of {done.namespace}"
+    )
     if done.skipped:
         text += f"; {done.skipped:,} were {skipped}"
     out.write(text + "\n")

@@ -39,6 +39,11 @@ def sample_size(text: str, population: int, option: str) -> int:
     raise ConfigError(f"{option} = {text!r} must be a number of blocks above 0, or a share: 5%")
 
 
+def count_text(count: int, noun: str, nouns: str | None = None) -> str:
+    """So many of something: `1 block`, `2,000 blocks`."""
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
+
+
 def size_text(nbytes: float) -> str:
     """Bytes for people, in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -19,6 +19,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from kvtier.cli.admin_options import count_text
 from kvtier.errors import ConfigError, KVTierError
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def findings_json(findings: Findings, now_s: float) -> dict[str, Any]:
 def say_findings(messages: Console, findings: Findings) -> None:
     """The same for people."""
     if findings.num_foreign:
-        say(messages, f"{findings.num_foreign} foreign files, left alone:")
+        say(messages, f"{count_text(findings.num_foreign, 'foreign file')}, left alone:")
         for path in findings.foreign_paths[:_PATHS_SHOWN]:
             say(messages, f"  {path}")
         if findings.num_foreign > _PATHS_SHOWN:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtier.cli.admin import NamespacePrefix, Roots, chosen, listed
-from kvtier.cli.admin_options import age_text, parse_age, size_text
+from kvtier.cli.admin_options import age_text, count_text, parse_age, size_text
 from kvtier.cli.admin_output import (
     PROBLEMS,
     Json,
@@ -127,9 +127,11 @@ def _print_eviction(
     if len(victims) > 1:
         ages += f" to {age_text(now - victims[-1][2].last_use_s)}"
     if dry_run:
-        sys.stdout.write(f"would evict {len(victims):,} blocks, {size_text(nbytes)}, {ages} ago\n")
+        sys.stdout.write(
+            f"would evict {count_text(len(victims), 'block')}, {size_text(nbytes)}, {ages} ago\n"
+        )
         return
-    text = f"evicted {deleted.blocks:,} blocks, {size_text(deleted.nbytes)}, {ages} ago"
+    text = f"evicted {count_text(deleted.blocks, 'block')}, {size_text(deleted.nbytes)}, {ages} ago"
     if deleted.kept:
         text += f"; {deleted.kept:,} were used or gone meanwhile"
     sys.stdout.write(text + "\n")
@@ -186,8 +188,8 @@ def wipe(
         )
     else:
         sys.stdout.write(
-            f"removed {total.blocks:,} blocks, {size_text(total.nbytes)}, of {len(wiped)} "
-            f"namespaces\n"
+            f"removed {count_text(total.blocks, 'block')}, {size_text(total.nbytes)}, of "
+            f"{count_text(len(wiped), 'namespace')}\n"
         )
         for target, _ in wiped:
             if (target.root, target.digest) in left:
@@ -206,6 +208,8 @@ def _confirm(targets: list[NamespaceEntry], messages: Console) -> None:
     for target in targets:
         state = ", in use by an engine" if target.live else ""
         say(messages, f"  {target.path}{f' ({target.label})' if target.label else ''}{state}")
-    if not targets or not typer.confirm(f"Remove {len(targets)} namespaces?", err=True):
+    if not targets or not typer.confirm(
+        f"Remove {count_text(len(targets), 'namespace')}?", err=True
+    ):
         say(messages, "Nothing was removed.")
         raise typer.Exit(PROBLEMS)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import re
 import stat
@@ -85,10 +84,7 @@ class FileBlocks:
                 raise MissingBlockError(f"{path} is no file")
             if found.st_size > BLOCK_BYTES_MAX:
                 raise EnvelopeError(f"length: {path} has {found.st_size} bytes, no block has")
-            wanted = min(found.st_size, nbytes)
-            if wanted % mmap.PAGESIZE:
-                _use_page_cache(descriptor)  # a direct read must not end within a page
-            return _read_all(descriptor, buffer.view(wanted))
+            return _read_all(descriptor, buffer.view(min(found.st_size, nbytes)))
         finally:
             os.close(descriptor)
 
@@ -179,11 +175,6 @@ def _open(path: str) -> int:
         raise
 
 
-def _use_page_cache(descriptor: int) -> None:
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-
-
 def _read_all(descriptor: int, into: memoryview) -> memoryview:
     """Fill `into` from the start of the file; what the file has less is left off."""
     got = 0
@@ -191,19 +182,16 @@ def _read_all(descriptor: int, into: memoryview) -> memoryview:
         try:
             count = os.preadv(descriptor, [into[got:]], got)
         except OSError as error:
-            # some file systems take the flag and refuse the read
-            if error.errno != errno.EINVAL or not _is_direct(descriptor):
+            # a read that ends within a page, or a file system that took the flag and refuses it
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
-            _use_page_cache(descriptor)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             continue
         if count == 0:
             break
         got += count
     return into[:got]
-
-
-def _is_direct(descriptor: int) -> bool:
-    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
 
 
 def _unlink(path: str) -> None:
