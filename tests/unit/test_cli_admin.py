@@ -20,6 +20,7 @@ from kvtier.envelope import HEADER_BYTES
 from kvtier.errors import ConfigError
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, key_of
 from kvtier.testing.fs_blocks import make_namespace, put_block
+from kvtier.tiers.fs.marker import mark
 
 OTHER = "f" * 64
 BLOCK = HEADER_BYTES + BLOCK_BYTES
@@ -305,7 +306,7 @@ class TestExportAndImport:
         found = run_json("export", root, "--namespace", NAMESPACE[:8], archive)
         assert (found["blocks"], found["namespace"]) == (10, NAMESPACE)
         assert archive.stat().st_mode & 0o777 == 0o600
-        assert run_json("import", archive, target)["blocks"] == 10
+        assert run_json("import", archive, target, "--layout", "files")["blocks"] == 10
         assert files(target) == files(root)
         for path in (root / NAMESPACE).rglob("*"):
             if path.is_file() and len(path.name) == 72:
@@ -314,13 +315,25 @@ class TestExportAndImport:
         assert run_json("import", archive, target)["skipped"] == 10
         assert run_json("verify", target)["blocks"] == 10
 
+    @pytest.mark.parametrize("layout", ["files", "segments"])
+    def test_the_layout_is_the_directorys(self, root: Path, tmp_path: Path, layout: str) -> None:
+        archive, target = tmp_path / "a.tar", tmp_path / "target"
+        target.mkdir()
+        run_json("export", root, "--namespace", NAMESPACE[:8], archive)
+        mark(target, layout)
+        assert run_json("import", archive, target)["blocks"] == 10
+        (found,) = run_json("ls", target)["namespaces"]
+        assert list(found["layouts"]) == [layout]
+        assert run_json("verify", target)["blocks"] == 10
+        assert run_json("import", archive, target)["skipped"] == 10
+
     def test_through_pipes(self, root: Path, tmp_path: Path) -> None:
         target = tmp_path / "target"
         target.mkdir()
         sent = run("export", root, "--namespace", NAMESPACE[:8], "-")
         assert sent.exit_code == 0
         assert "exported 10 blocks" in sent.stderr
-        got = run("import", "-", target, stdin=sent.stdout_bytes)
+        got = run("import", "-", target, "--layout", "files", stdin=sent.stdout_bytes)
         assert got.exit_code == 0
         assert files(target) == files(root)
 
@@ -347,7 +360,7 @@ class TestExportAndImport:
         run_json("export", root, "--namespace", NAMESPACE, archive)
         whole = archive.read_bytes()
         archive.write_bytes(whole[:200_000])
-        done = run("import", archive, target)
+        done = run("import", archive, target, "--layout", "files")
         assert done.exit_code == 1
         assert "again" in done.stderr
         kept = files(target)

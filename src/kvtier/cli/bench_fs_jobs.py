@@ -72,6 +72,9 @@ class BenchTier:
         plain = {"root_dir": str(root), **options}
         settings = decode_settings(tier_type, plain, "bench")
         self.num_threads = tier_type.num_threads(settings)
+        # its process would measure their number once more, and perhaps choose another
+        plain = {**plain, "threads": self.num_threads}
+        settings = decode_settings(tier_type, plain, "bench")
         facts = {"digest": self._namespace, "label": "kvtier-bench"}
         tier = ConfiguredTier("bench", tier_type, settings, "fs", plain)
         self._driver = make_driver_for(
