@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -30,7 +31,7 @@ def opened(**options: object) -> Tier:
 
 
 class AssembledContract(TierContract):
-    options: dict[str, object] = {}
+    options: ClassVar[dict[str, object]] = {}
     num_roots = 1
 
     @pytest.fixture(autouse=True)
@@ -48,28 +49,37 @@ class AssembledContract(TierContract):
 
 
 class TestSegments(AssembledContract):
-    options = {"layout": "segments"}
+    options: ClassVar[dict[str, object]] = {"layout": "segments"}
 
 
 class TestFiles(AssembledContract):
-    options = {"layout": "files"}
+    options: ClassVar[dict[str, object]] = {"layout": "files"}
 
 
 class TestDurableSegments(AssembledContract):
-    options = {"layout": "segments", "durability": "data", "capacity": "64MiB"}
+    options: ClassVar[dict[str, object]] = {
+        "layout": "segments",
+        "durability": "data",
+        "capacity": "64MiB",
+    }
 
 
 class TestDurableFilesThroughThePageCache(AssembledContract):
-    options = {"layout": "files", "durability": "data", "direct": "off", "capacity": "64MiB"}
+    options: ClassVar[dict[str, object]] = {
+        "layout": "files",
+        "durability": "data",
+        "direct": "off",
+        "capacity": "64MiB",
+    }
 
 
 class TestThreeRootsOfSegments(AssembledContract):
-    options = {"layout": "segments"}
+    options: ClassVar[dict[str, object]] = {"layout": "segments"}
     num_roots = 3
 
 
 class TestThreeRootsOfFiles(AssembledContract):
-    options = {"layout": "files", "capacity": "64MiB"}
+    options: ClassVar[dict[str, object]] = {"layout": "files", "capacity": "64MiB"}
     num_roots = 3
 
 

@@ -305,6 +305,15 @@ def test_blocks_of_several_lengths_lie_apart(tmp_path: Path, tier: SegmentsTier)
     assert sizes == [1, 2, 3, 5]
 
 
+@pytest.mark.parametrize("length", [SMALL - 1, SMALL - 4095])
+def test_a_batch_of_blocks_that_do_not_fill_their_slots(tier: SegmentsTier, length: int) -> None:
+    put(tier, *range(5), length=length)
+    keys = [key_of(i) for i in range(5)]
+    into = [bytearray(length) for _ in keys]
+    assert tier.read_batch(keys, [buffers_of(content) for content in into]) == [None] * 5
+    assert into == [block_of(k, length) for k in keys]
+
+
 def test_a_block_of_another_length_is_replaced(tier: SegmentsTier) -> None:
     put(tier, 1, length=SMALL)
     put(tier, 1, length=3 * SMALL)

@@ -180,7 +180,7 @@ def test_fs_threads(options: dict[str, object], threads: int) -> None:
         ({"root_dir": "/x", "threads": 4, "n_read_threads": 2}, "either"),
         (
             {"root_dri": "/x"},
-            r"secondary_tiers\[1\]\.root_dri .*did you mean 'root_dir'.*layout, min_free, n_read_threads",
+            r"secondary_tiers\[1\]\.root_dri .*did you mean 'root_dir'.*layout, min_free, n_read",
         ),
     ],
 )

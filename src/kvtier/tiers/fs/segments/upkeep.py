@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.tiers.fs.segments.follower import INLINE_BYTES
 from kvtier.tiers.fs.segments.log import LOG_NAME
+from kvtier.tiers.fs.segments.owned import FULL
 from kvtier.tiers.fs.segments.records import (
     EVICT,
     EVICT_ALL,
@@ -159,13 +160,19 @@ class Upkeep:
             owed -= max(1, self._owned.remove_segment(segment, "evicted_blocks"))
 
     def _compact(self) -> None:
-        """Rewrite logs that have grown."""
+        """Rewrite logs that have grown, or find no room to."""
         segments = self._owned.slots.segments()
         for store in self._owned.stores():
             live = sum(segment.table.live for segment in segments if segment.store is store)
-            if store.log.num_records > 2 * live + LOG_SLACK_RECORDS:
+            grown = store.log.num_records > 2 * live + LOG_SLACK_RECORDS
+            if grown or (store.log.cramped and store.log.num_records > live):
                 copy = functools.partial(self._owned.slots.copies, store)
-                store.log.rewrite(copy, store.next_segment)
+                try:
+                    store.log.rewrite(copy, store.next_segment)
+                except OSError as error:
+                    if error.errno not in FULL or not self._owned.shrink():
+                        raise
+                    store.log.rewrite(copy, store.next_segment)
                 self._owned.totals["compactions"] += 1
 
     def _lock_orphans(self) -> None:
@@ -190,7 +197,9 @@ class Upkeep:
         except (DamagedHeaderError, FileNotFoundError) as error:
             logger.warning("Removing %s, whose log is lost: %s", directory, error)
             self._owned.totals["lost_stores"] += 1
-            self._owned.space.give_back(remove_store_files(directory))
+            freed = remove_store_files(directory)
+            self._owned.space.adopt(freed)
+            self._owned.space.give_back(freed)
             os.close(lock)
         except BaseException:
             os.close(lock)
