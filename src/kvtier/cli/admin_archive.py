@@ -141,6 +141,8 @@ def _destination(file: Path) -> Iterator[BinaryIO]:
 @contextmanager
 def _source(file: Path) -> Iterator[BinaryIO]:
     if file == _STREAM:
+        if sys.stdin.isatty():
+            raise ConfigError("FILE = - would read an archive from the terminal: redirect it")
         yield sys.stdin.buffer
         return
     try:
