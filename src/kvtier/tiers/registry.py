@@ -39,6 +39,9 @@ class TierType(Protocol):
         default_name: name of a tier whose settings give none.
         medium: what events call the medium, e.g. `STORAGE`.
         locality: `LOCAL` or `REMOTE`, as events say it.
+
+    A type may have `in_process = True`: its tiers run on threads of the engine's process then,
+    instead of in a process of their own.
     """
 
     settings_type: type[msgspec.Struct]

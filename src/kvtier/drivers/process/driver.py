@@ -63,6 +63,9 @@ LAST_BACKOFF_S = 60.0
 STEADY_S = 10.0
 """A process that ends jobs so long after it was ready has worked."""
 
+LAST_WORD_S = 1.0
+"""A process that closed its socket may take so long to end by itself."""
+
 POLL_GAP_S = 1.0
 """Of the time between two polls no more counts as silence."""
 
@@ -131,7 +134,7 @@ class ProcessDriver(SecondaryTierManager):
             self._process.flush()
             self._listen(self._process, now)
         self._polled_at = now
-        self._reap()
+        self._reap(now)
         may_start = self._process is None and not self._closed and len(self._dying) < DYING_MAX
         if may_start and now >= self._retry_at:
             self._start(now)
@@ -164,8 +167,10 @@ class ProcessDriver(SecondaryTierManager):
             if self._process is not None:
                 self._give_up(process, self._clock())
         for dying in self._dying:
+            if not dying.gone():
+                dying.kill()
             dying.gone(max(0.0, until - time.monotonic()))
-        self._reap()
+        self._reap(self._clock())
         return not self._dying
 
     def _submit(self, operation: str, job: JobMetadata) -> None:
@@ -231,7 +236,7 @@ class ProcessDriver(SecondaryTierManager):
             process.silent_s += min(now - self._polled_at, POLL_GAP_S)
         if ended:
             self._past.process_crashes += process.refusal is None and not self._closed
-            self._give_up(process, now)
+            self._give_up(process, now, kill_at=now + LAST_WORD_S)
         elif process.ready_at is None:
             if drained and now - process.started_at > START_S:
                 self._kill(process, now, "stalled", f"has not begun to work in {START_S:g} s")
@@ -286,17 +291,23 @@ class ProcessDriver(SecondaryTierManager):
         process.told = True
         self._give_up(process, now)
 
-    def _give_up(self, process: TierProcess, now: float) -> None:
-        """Send a process no more jobs, and see to it that it ends."""
-        process.kill()
+    def _give_up(self, process: TierProcess, now: float, kill_at: float | None = None) -> None:
+        """Send a process no more jobs, and see to it that it ends: now, or by `kill_at`."""
+        process.kill_at = kill_at
+        if kill_at is None:
+            process.kill()
         self._process = None
         self._dying.append(process)
         self._retry_at = now + self._backoff_s
         self._backoff_s = min(LAST_BACKOFF_S, 2 * self._backoff_s)
 
-    def _reap(self) -> None:
+    def _reap(self, now: float) -> None:
         """End the jobs of the processes that are gone."""
-        for process in [process for process in self._dying if process.gone()]:
+        for process in tuple(self._dying):
+            if not process.gone():
+                if process.kill_at is not None and now >= process.kill_at:
+                    process.kill()
+                continue
             self._dying.remove(process)
             self._past.add(process.counters)
             for job_id, job in process.in_flight.items():

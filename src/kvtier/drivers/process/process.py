@@ -27,7 +27,7 @@ from kvtier.drivers.base import TierCounters
 from kvtier.drivers.process.wire import REPORT_BYTES_MAX, Inbox, ToProcess, frame_of, from_process
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from kvtier.core.types import BlockKey, JobId
     from kvtier.drivers.process.wire import FromProcess
@@ -87,6 +87,7 @@ class TierProcess:
         stuck_at: when it first said, of what runs there now, that it runs for too long.
         stuck: it said so again, a while later.
         refusal: why it will not serve.
+        kill_at: when to kill it if it has not ended by itself.
         cause: why it was given up, for counters.
         told: why it was given up is in the log.
 
@@ -104,6 +105,7 @@ class TierProcess:
         self.stuck_at: float | None = None
         self.stuck = False
         self.refusal: str | None = None
+        self.kill_at: float | None = None
         self.cause = "unreachable"
         self.told = False
         self._inbox = Inbox(REPORT_BYTES_MAX)
@@ -125,9 +127,15 @@ class TierProcess:
                     env=_environment(),
                     start_new_session=True,
                 )
-            self._pidfd = os.pidfd_open(self._popen.pid)
         except BaseException:
             self._socket.close()
+            raise
+        try:
+            self._pidfd = os.pidfd_open(self._popen.pid)
+        except OSError:
+            self._socket.close()
+            self._popen.kill()
+            self._popen.wait()
             raise
         self._socket.setblocking(False)
 
@@ -165,10 +173,10 @@ class TierProcess:
         Raises:
             WireError: something damaged.
         """
-        ended = False
-        drained = False
+        messages = self._messages(POLL_FRAMES_MAX)
         budget = POLL_BYTES_MAX
-        while budget > 0 and not ended:
+        drained = ended = False
+        while budget > 0 and len(messages) < POLL_FRAMES_MAX:
             try:
                 count = self._socket.recv_into(self._received)
             except BlockingIOError:
@@ -176,14 +184,16 @@ class TierProcess:
                 break
             except OSError:
                 count = 0
-            ended = count == 0
+            if count == 0:
+                drained = ended = True
+                break
             budget -= count
-            with memoryview(self._received)[:count] as data:
-                self._inbox.feed(data)
-        frames: Iterator[bytes] = self._inbox.frames(POLL_FRAMES_MAX)
-        messages = [from_process(frame) for frame in frames]
-        left = len(messages) == POLL_FRAMES_MAX
-        return messages, drained and not left, ended and not left
+            self._inbox.feed(memoryview(self._received)[:count])
+            messages += self._messages(POLL_FRAMES_MAX - len(messages))
+        return messages, drained, ended
+
+    def _messages(self, count_max: int) -> list[FromProcess]:
+        return [from_process(frame) for frame in self._inbox.frames(count_max)]
 
     def kill(self) -> None:
         """End it at once. Its slots may be touched until it is `gone`."""
