@@ -439,8 +439,8 @@ def test_the_sweep_takes_temporary_files_of_the_dead_alone(tmp_path: Path, tier:
     dead, dead_at_top = directory / dead_name, tmp_path / NAMESPACE / dead_name
     old, young = directory / "1-a-0.tmp", directory / "1-a-1.tmp"
     foreign, deep = directory / "foreign.tmp", tmp_path / NAMESPACE / "stores" / dead_name
-    other = tmp_path / ("ef" * 32) / dead_name
-    kept = [living, young, foreign, deep, other, file_of(tmp_path, 1)]
+    unlike, other = tmp_path / NAMESPACE / "xyz" / dead_name, tmp_path / ("ef" * 32) / dead_name
+    kept = [living, young, foreign, deep, unlike, other, file_of(tmp_path, 1)]
     for path in (*kept, dead, dead_at_top, old):
         path.parent.mkdir(exist_ok=True)
         path.touch()
