@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvtier.core.types import BlockKey
+    from kvtier.tiers.fs.term import SweepSettings
 
 
 class Capacity:
@@ -26,6 +27,7 @@ class Capacity:
         capacity_bytes: see `SharedSpace`.
         min_free_bytes: see `SharedSpace`.
         owning: see `SharedSpace`.
+        settings: of the sweeper.
 
     Raises:
         OSError: as `SharedSpace`.
@@ -39,9 +41,10 @@ class Capacity:
         min_free_bytes: int,
         *,
         owning: bool = False,
+        settings: SweepSettings | None = None,
     ) -> None:
         self.space = SharedSpace(root, capacity_bytes, min_free_bytes, owning=owning)
-        self.sweeper = Sweeper(self.space)
+        self.sweeper = Sweeper(self.space, settings)
         self.sweeper.start()
 
     def listen(self, namespace: str, on_evicted: Callable[[str, Sequence[BlockKey]], None]) -> None:

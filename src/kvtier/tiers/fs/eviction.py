@@ -163,9 +163,12 @@ class Remover:
                     _unlink(requests, name)
                 with contextlib.suppress(OSError):
                     os.rmdir(_REQUESTS_DIRECTORY, dir_fd=directory)
-        names = [name for name in os.listdir(directory) if SEGMENT.fullmatch(name) or is_temp(name)]
-        for name in [STORE_LOG, *sorted(names), STORE_LOCK]:
+        names = os.listdir(directory)
+        for name in [STORE_LOG, *filter(is_temp, names)]:
+            _unlink(directory, name)
+        for name in filter(SEGMENT.fullmatch, names):
             outcome.nbytes += _unlink(directory, name)
+        _unlink(directory, STORE_LOCK)
 
     def is_held(self, namespace: str) -> bool:
         """Whether somebody uses a namespace."""

@@ -66,8 +66,14 @@ class SharedSpace:
         capacity_bytes: bound of what all members together store; None for none. Members that were
             given different ones go by the smallest.
         min_free_bytes: of the mount; of different ones the largest counts.
-        owning: whether only this process can delete what it takes (`segments`).
+        owning: whether only this process can delete what it takes (`segments`). Then it takes much
+            at a time, and what it holds should be told with `measure_owned`.
         clock: seconds, monotonic.
+
+    Attributes:
+        measure_owned: bytes on disk that only this process can delete, adopted stores included;
+            called with every report. To be set by whoever opens the tier.
+        on_refused: called after a refusal.
 
     Raises:
         OSError: the control directory cannot be written, or has no locks.
@@ -103,7 +109,8 @@ class SharedSpace:
         self._accounts = Accounts()
         self._told_differing = False
         self._joined = False
-        self.on_refused: Callable[[], None] | None = None
+        self.measure_owned: Callable[[], int] = _nothing
+        self.on_refused: Callable[[], object] = _nothing
         self._join()
 
     @property
@@ -140,8 +147,7 @@ class SharedSpace:
         with self._lock:
             self._refusals += 1
             self._refused_until = self._clock() + REFUSED_S
-        if self.on_refused is not None:
-            self.on_refused()
+        self.on_refused()
         return False
 
     def give_back(self, nbytes: int) -> None:
@@ -149,19 +155,12 @@ class SharedSpace:
         nbytes = rounded(nbytes)
         with self._lock:
             self._returned += nbytes
-            self._owned = max(0, self._owned - nbytes) if self._owning else 0
             self._owed = max(0, self._owed - nbytes)
 
     def owed(self) -> int:
         """Bytes that this process should delete, as of the last exchange."""
         with self._lock:
             return self._owed
-
-    def adopt(self, nbytes: int) -> None:
-        """Count bytes that lie on disk already as owned by this process: stores that it adopted."""
-        assert self._owning, "files belong to nobody"
-        with self._lock:
-            self._owned += rounded(nbytes)
 
     def note_room(self) -> None:
         """Forget a refusal: some was made just now."""
@@ -180,7 +179,9 @@ class SharedSpace:
                 self._leave()
                 self._join()
                 return
+            owned = self.measure_owned()
             with self._lock:
+                self._owned = owned
                 idle = self._clock() - self._last_take > IDLE_S
                 if idle:
                     self._returned += self._spare
@@ -263,8 +264,6 @@ class SharedSpace:
         self._turn(now)
         self._taken[0] += need
         self._last_take = now
-        if self._owning:
-            self._owned += need
 
     def _turn(self, now: float) -> None:
         """Begin a new span of recent takes when it is time. Called under the lock."""
@@ -366,3 +365,8 @@ class SharedSpace:
             return 0  # a segment at a time
         share = min(accounts.limit // _CHUNKS_PER_CAPACITY, CHUNK_BYTES_MAX)
         return rounded(max(share, _BLOCKS_PER_CHUNK * self._largest))
+
+
+def _nothing() -> int:
+    """What is owned where nothing is."""
+    return 0
