@@ -56,6 +56,8 @@ WARM_UP_MAX_S = 20.0
 WARM_UP_BLOCKS = 300
 BACKOFF_MAX_S = 1.0
 DEADLINE_S = 1.0
+KILLED_S = 8.0
+"""By then a process that hangs is killed, and so is the one after it."""
 
 SETTINGS = {
     "cpu_bytes_to_use": NUM_SLOTS * ROW_BYTES,
@@ -161,12 +163,14 @@ class Trouble:
         go: mend it.
         reads: faults that may open the reads; empty if they must go on.
         writes: faults that may open the writes; empty if they must go on.
+        least_s: seconds that it stays at least.
     """
 
     come: Callable[[], object]
     go: Callable[[], object]
     reads: frozenset[Fault] = frozenset()
     writes: frozenset[Fault] = frozenset()
+    least_s: float = 0.0
 
 
 LOST = frozenset({Fault.UNREACHABLE})
@@ -205,9 +209,15 @@ OF_CALLS: dict[str, Callable[[BrokenCalls], Trouble]] = {
     "permission_loss": lambda c: Trouble(
         failing(c, errno.EACCES, *BOTH), c.heal, reads=DENIED, writes=DENIED
     ),
-    "hung_reads": lambda c: Trouble(hanging(c, "read"), c.heal, reads=HUNG),
-    "hung_writes": lambda c: Trouble(hanging(c, "write"), c.heal, writes=HUNG),
-    "hung_mount": lambda c: Trouble(hanging(c, "all"), c.heal, reads=HUNG, writes=HUNG),
+    "hung_reads": lambda c: Trouble(
+        hanging(c, "read"), c.heal, reads=HUNG, writes=HUNG, least_s=KILLED_S
+    ),
+    "hung_writes": lambda c: Trouble(
+        hanging(c, "write"), c.heal, reads=HUNG, writes=HUNG, least_s=KILLED_S
+    ),
+    "hung_mount": lambda c: Trouble(
+        hanging(c, "all"), c.heal, reads=HUNG, writes=HUNG, least_s=KILLED_S
+    ),
 }
 
 
@@ -239,7 +249,7 @@ def suffer(name: str, trouble: Trouble, root: Path, layout: str, seconds: float)
         engine.run(seconds)
         before, broken_at = engine.take_step_s(), engine.counters
         trouble.come()
-        engine.run(2 * seconds, look)
+        engine.run(max(2 * seconds, trouble.least_s), look)
         during, mended_at = engine.take_step_s(), engine.counters
         trouble.go()
 
