@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -138,5 +139,14 @@ def recovers(attempt: Any, within_s: float = WAIT_S) -> float:
     raise AssertionError(f"no recovery within {within_s:g} s")
 
 
-def warnings_of(caplog: Any) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+def warnings_of(caplog: Any, word: str = "") -> list[str]:
+    """What was logged as a warning or worse, if it has this in it."""
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [message for message in said if word in message]
+
+
+def is_no_storm(caplog: Any, lines_max: int = 8) -> None:
+    """Whatever failed, and however often: few lines, and none again and again."""
+    said = Counter(warnings_of(caplog))
+    assert 1 <= said.total() <= lines_max, said
+    assert max(said.values()) <= 2, said
