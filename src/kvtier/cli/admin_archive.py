@@ -27,7 +27,7 @@ from kvtier.tiers.fs.catalog import Catalog
 from kvtier.tiers.fs.catalog_archive import export_namespace, import_namespace, list_for_export
 from kvtier.tiers.fs.catalog_capacity import capacity_of
 from kvtier.tiers.fs.catalog_findings import Findings
-from kvtier.tiers.fs.files import check_root
+from kvtier.tiers.fs.checks import check_root
 from kvtier.tiers.registry import decode_settings, load_tier_type
 
 if TYPE_CHECKING:

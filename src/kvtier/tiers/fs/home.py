@@ -117,6 +117,10 @@ class _Opened:
         self.capacity = Capacity(
             root, bounds.capacity, bounds.min_free, owning=self.layout == "segments"
         )
+        self.segments: tuple[SegmentsTier, ...] = ()  # that are open; replaced, never changed
+        self.capacity.space.measure_owned = lambda: sum(
+            tier.owned_bytes() for tier in self.segments
+        )
         for remark in remarks(root):
             logger.warning("%s", remark)
         logger.info(
@@ -144,7 +148,7 @@ class _Opened:
                 self._direct,
                 self._touch_age_s,
             )
-        return SegmentsTier(
+        tier = SegmentsTier(
             self._root,
             namespace,
             facts,
@@ -153,6 +157,12 @@ class _Opened:
             direct=self._direct,
             segment_bytes=self._segment_bytes,
         )
+        self.segments += (tier,)
+        return tier
+
+    def forget(self, tier: FilesTier | SegmentsTier) -> None:
+        """A tier was closed."""
+        self.segments = tuple(other for other in self.segments if other is not tier)
 
     def _why(self, reason: str) -> str:
         return "direct is off" if self._settings.direct == "off" else reason
@@ -165,6 +175,7 @@ class NamespaceTier:
         self, home: Home, opened: _Opened, namespace: str, inner: FilesTier | SegmentsTier
     ) -> None:
         self._home = home
+        self._opened = opened
         self._capacity = opened.capacity
         self._namespace = namespace
         self._inner = inner
@@ -218,6 +229,7 @@ class NamespaceTier:
         try:
             self._inner.close()
         finally:
+            self._opened.forget(self._inner)
             self._home.leave()
 
     def _on_evicted(self, namespace: str, keys: Sequence[BlockKey]) -> None:  # noqa: ARG002
