@@ -117,6 +117,7 @@ class _Opened:
         self.capacity = Capacity(
             root, bounds.capacity, bounds.min_free, owning=self.layout == "segments"
         )
+        self._lock = threading.Lock()
         self.segments: tuple[SegmentsTier, ...] = ()  # that are open; replaced, never changed
         self.capacity.space.measure_owned = lambda: sum(
             tier.owned_bytes() for tier in self.segments
@@ -157,12 +158,14 @@ class _Opened:
             direct=self._direct,
             segment_bytes=self._segment_bytes,
         )
-        self.segments += (tier,)
+        with self._lock:
+            self.segments += (tier,)
         return tier
 
     def forget(self, tier: FilesTier | SegmentsTier) -> None:
         """A tier was closed."""
-        self.segments = tuple(other for other in self.segments if other is not tier)
+        with self._lock:
+            self.segments = tuple(other for other in self.segments if other is not tier)
 
     def _why(self, reason: str) -> str:
         return "direct is off" if self._settings.direct == "off" else reason
