@@ -78,7 +78,11 @@ class TestOverFiles(OverAProcess):
     kind = "fs"
 
     def options(self) -> dict[str, object]:
-        return {"root_dir": str(self.root)}
+        return {"root_dir": str(self.root / "blocks"), "layout": "files"}
+
+    @pytest.fixture(autouse=True)
+    def root_dir(self, tmp_path: Path) -> None:
+        (tmp_path / "blocks").mkdir(mode=0o700)
 
     def test_a_block_under_another_key_is_never_served(self) -> None:
         driver = self.make()
@@ -88,6 +92,17 @@ class TestOverFiles(OverAProcess):
         assert self.load(driver, 2, [key_of(1), key_of(2)]) == {key_of(1)}
         assert driver.counters().corrupt_blocks == 1
         assert driver.close()
+
+
+class TestOverSegments(OverAProcess):
+    kind = "fs"
+
+    def options(self) -> dict[str, object]:
+        return {"root_dir": str(self.root / "blocks"), "layout": "segments"}
+
+    @pytest.fixture(autouse=True)
+    def root_dir(self, tmp_path: Path) -> None:
+        (tmp_path / "blocks").mkdir(mode=0o700)
 
 
 del OverAProcess

@@ -24,12 +24,19 @@ import time
 from typing import TYPE_CHECKING
 
 from kvtier.core.types import BlockKey, Completion, Done, Dropped, Fault, JobId, TierId
-from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews, TierCounters
+from kvtier.drivers.base import (
+    TOTALS,
+    JobMetadata,
+    SecondaryTierManager,
+    SlotViews,
+    TierCounters,
+)
 from kvtier.drivers.causes import Causes
 from kvtier.drivers.faults import Cause
 from kvtier.drivers.process.logs import emit
 from kvtier.drivers.process.process import InFlight, Launch, TierProcess
 from kvtier.drivers.process.wire import (
+    LOGS_MAX,
     OPERATIONS,
     PROTOCOL,
     Close,
@@ -47,7 +54,7 @@ from kvtier.drivers.process.wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvtier.drivers.process.wire import FromProcess
+    from kvtier.drivers.process.wire import FromProcess, LogRecord
     from kvtier.region import Region
 
 logger = logging.getLogger(__name__)
@@ -190,8 +197,9 @@ class ProcessDriver(SecondaryTierManager):
             return
         namespace = process.namespaces.get(job.namespace)
         if namespace is None:
+            facts = dict(self._facts_of(job.namespace))
             namespace = process.namespaces[job.namespace] = len(process.namespaces)
-            process.send(Named(namespace, job.namespace, dict(self._facts_of(job.namespace))))
+            process.send(Named(namespace, job.namespace, facts))
         if not process.in_flight:
             process.silent_s = 0.0
         process.in_flight[job.job_id] = InFlight(operation, job.block_hashes)
@@ -203,8 +211,7 @@ class ProcessDriver(SecondaryTierManager):
             process = TierProcess(self._launch, self._region.fd, now)
         except OSError as error:
             self._causes.warn_of(self._launch.name, "start of its I/O process", error)
-            self._retry_at = now + self._backoff_s
-            self._backoff_s = min(LAST_BACKOFF_S, 2 * self._backoff_s)
+            self._back_off(now)
             return
         self._past.process_starts += 1
         self._process = process
@@ -226,8 +233,12 @@ class ProcessDriver(SecondaryTierManager):
         """Take in what a process said, and judge it."""
         try:
             messages, drained, ended = process.receive()
+            logs: list[LogRecord] = []
             for message in messages:
                 self._take(process, message, now)
+                if isinstance(message, Report):
+                    logs += message.logs
+            emit(logs[:LOGS_MAX])  # a tier that logs without end does not hold the scheduler up
         except WireError as error:
             self._kill(process, now, Cause.UNREACHABLE, f"sent nonsense ({error})")
             return
@@ -253,16 +264,13 @@ class ProcessDriver(SecondaryTierManager):
             WireError: it makes no sense.
         """
         match message:
-            case Ready():
-                process.ready_at = now
-            case Refused(reason=reason):
-                process.refusal = reason
             case Report():
-                process.counters = message.counters
+                self._count(process, message)
                 for ended in message.ended:
                     self._finish(process, ended)
-                    if process.ready_at is not None and now - process.ready_at >= STEADY_S:
-                        self._backoff_s = FIRST_BACKOFF_S
+                worked_s = now - process.ready_at if process.ready_at is not None else 0.0
+                if message.ended and worked_s >= STEADY_S:
+                    self._backoff_s = FIRST_BACKOFF_S
                 if message.dropped:
                     keys = tuple(map(BlockKey, message.dropped))
                     self._finished.append(Dropped(TierId(self._launch.tier), keys))
@@ -271,7 +279,19 @@ class ProcessDriver(SecondaryTierManager):
                 elif process.stuck_at is None:
                     process.stuck_at = now
                 process.stuck = process.stuck_at is not None and now - process.stuck_at >= AGAIN_S
-                emit(message.logs)
+            case Ready():
+                process.ready_at = now
+            case Refused(reason=reason):
+                process.refusal = reason
+
+    def _count(self, process: TierProcess, report: Report) -> None:
+        if len(report.totals) != len(TOTALS):
+            raise WireError(f"{len(report.totals)} totals")
+        process.totals = report.totals
+        if report.faults is not None:
+            process.faults = report.faults
+        if report.figures is not None:
+            process.figures = report.figures
 
     def _finish(self, process: TierProcess, ended: Ended) -> None:
         """One job ended, if it is one that this process has, and its answer makes sense."""
@@ -299,6 +319,9 @@ class ProcessDriver(SecondaryTierManager):
             process.kill()
         self._process = None
         self._dying.append(process)
+        self._back_off(now)
+
+    def _back_off(self, now: float) -> None:
         self._retry_at = now + self._backoff_s
         self._backoff_s = min(LAST_BACKOFF_S, 2 * self._backoff_s)
 

@@ -23,10 +23,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kvtier
-from kvtier.drivers.base import TierCounters
+from kvtier.drivers.base import TOTALS, TierCounters
 from kvtier.drivers.faults import Cause
 from kvtier.drivers.process import pidfd
-from kvtier.drivers.process.wire import REPORT_BYTES_MAX, Inbox, ToProcess, frame_of, from_process
+from kvtier.drivers.process.wire import (
+    REPORT_BYTES_MAX,
+    Inbox,
+    ToProcess,
+    counters_of,
+    frame_of,
+    from_process,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,7 +91,9 @@ class TierProcess:
         ready_at: when it said that it is ready.
         in_flight: jobs that it has not ended.
         namespaces: their index by digest.
-        counters: its last totals.
+        totals: of its last report.
+        faults: of the last report that had them.
+        figures: of the last report that had them.
         silent_s: for how long it has said nothing while it had jobs.
         stuck_at: when it first said, of what runs there now, that it runs for too long.
         stuck: it said so again, a while later.
@@ -102,7 +111,9 @@ class TierProcess:
         self.ready_at: float | None = None
         self.in_flight: dict[JobId, InFlight] = {}
         self.namespaces: dict[str, int] = {}
-        self.counters = TierCounters()
+        self.totals: tuple[int | float, ...] = (0,) * len(TOTALS)
+        self.faults: dict[str, int] = {}
+        self.figures: dict[str, float] = {}
         self.silent_s = 0.0
         self.stuck_at: float | None = None
         self.stuck = False
@@ -147,6 +158,11 @@ class TierProcess:
         return self._popen.pid
 
     @property
+    def counters(self) -> TierCounters:
+        """What it did, as far as it has told."""
+        return counters_of(self.totals, self.faults, self.figures)
+
+    @property
     def exit_status(self) -> str:
         """How it ended, once it is gone."""
         code = self._popen.returncode
@@ -162,7 +178,7 @@ class TierProcess:
 
     def flush(self) -> None:
         """Send what was kept. A broken socket is noticed by `receive`."""
-        with contextlib.suppress(BlockingIOError, ConnectionError, OSError):
+        with contextlib.suppress(OSError):  # full, or broken
             while self._outbox:
                 del self._outbox[: self._socket.send(self._outbox)]
 
