@@ -51,6 +51,10 @@ class Capacity:
         """See `Sweeper.listen`."""
         self.sweeper.listen(namespace, on_evicted)
 
+    def ignore(self, namespace: str, on_evicted: Callable[[str, Sequence[BlockKey]], None]) -> None:
+        """Undo `listen`."""
+        self.sweeper.ignore(namespace, on_evicted)
+
     def figures(self) -> Mapping[str, float]:
         """Levels and totals by name."""
         return self.sweeper.figures()
