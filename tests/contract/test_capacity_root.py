@@ -23,9 +23,11 @@ from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
 from kvtier.tiers.fs import shared_space
 from kvtier.tiers.fs.accounts import PAGE_BYTES
 from kvtier.tiers.fs.capacity import Capacity
+from kvtier.tiers.fs.eviction import Remover
 from kvtier.tiers.fs.files import FilesTier
+from kvtier.tiers.fs.inventory import Inventory, Place, Store, VictimStore
 from kvtier.tiers.fs.ledger import COPY_BYTES, LedgerBusyError, LedgerFile
-from kvtier.tiers.fs.members import Member, remove_dead
+from kvtier.tiers.fs.members import Member, read_members, remove_dead
 from kvtier.tiers.fs.shared_space import IDLE_S, LEASE_S, SharedSpace
 from kvtier.tiers.fs.temporary import TempNames
 
@@ -400,8 +402,12 @@ def test_threads_together_get_what_is_there_and_no_more(tmp_path: Path) -> None:
 
     def take() -> None:
         count = 0
-        for _ in range(500):
-            count += space.take(PAGE_BYTES)
+        for pages in (5, 3, 1):
+            for _ in range(100):
+                if space.take(pages * PAGE_BYTES):
+                    count += pages
+                else:
+                    space.note_room()
         taken.append(count)
 
     threads = [threading.Thread(target=take) for _ in range(8)]
@@ -448,6 +454,36 @@ def test_living_members_are_never_taken_for_dead(tmp_path: Path) -> None:
     thread.join()
     assert os.listdir(control / "members") == []
     assert dead == []
+
+
+def test_a_living_member_is_left_alone_and_a_dead_one_is_not(tmp_path: Path) -> None:
+    control = tmp_path / ".kvtier"
+    (control / "members").mkdir(parents=True)
+    member = Member(str(control), "files")
+    assert remove_dead(str(control), time.time()) == []
+    assert list(read_members(str(control))) == [member.id]
+    (control / "members" / ("0" * 16)).write_text("{}")
+    assert remove_dead(str(control), time.time()) == ["0" * 16]
+    member.close()
+
+
+def test_a_store_that_found_an_owner_meanwhile_stays(tmp_path: Path) -> None:
+    store = tmp_path / NAMESPACE / "stores" / ("a" * 16)
+    store.mkdir(parents=True)
+    (store / "0.segment").write_bytes(bytes(PAGE_BYTES))
+    root = os.open(tmp_path, os.O_RDONLY)
+    victim = VictimStore(NAMESPACE, "a" * 16)
+    inventory = Inventory({NAMESPACE: Place(stores={"a" * 16: Store(PAGE_BYTES, 0, True)})})
+    with (store / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (outcome,) = Remover(root, lambda: False).remove(inventory, [victim])
+        assert (outcome.kept, outcome.nbytes) == (1, 0)
+        assert (store / "0.segment").exists()
+    (outcome,) = Remover(root, lambda: False).remove(inventory, [victim])
+    os.close(root)
+    assert outcome.nbytes == PAGE_BYTES
+    assert not store.exists()
+    assert inventory.places[NAMESPACE].stores == {}
 
 
 def test_a_store_of_nobody_goes_when_space_is_needed(use: Callable[..., Use]) -> None:

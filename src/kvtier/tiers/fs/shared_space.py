@@ -113,6 +113,7 @@ class SharedSpace:
         self._last_take = clock()
         self._refusals = 0
         self._accounts = Accounts()
+        self._free = 0
         self._told_differing = False
         self._joined = False
         self.measure_owned: Callable[[], int] = _nothing
@@ -224,13 +225,18 @@ class SharedSpace:
             self._leave()
 
     def figures(self) -> Mapping[str, float]:
-        """Levels as of the last exchange, and totals."""
+        """Levels as of the last exchange, and totals.
+
+        `capacity_bytes` is the limit that holds now, `used_bytes` what lies on disk or is on its way,
+        `granted_bytes` that and what members may still write, `free_bytes` of the whole mount.
+        """
         with self._lock:
             accounts = self._accounts
             spare = sum(entry.spare for entry in accounts.members.values())
             return {
                 "capacity_bytes": accounts.limit,
                 "granted_bytes": accounts.granted,
+                "free_bytes": self._free,
                 "used_bytes": max(0, accounts.granted - spare),
                 "members": len(accounts.members),
                 "owed_bytes": self._owed,
@@ -337,7 +343,8 @@ class SharedSpace:
             with self.ledger.change(LOCK_WAIT_S) as accounts:
                 self._register(accounts, told)
                 books.report(accounts, self.member_id, told)
-                books.set_limit(accounts, free_bytes(self.root))
+                free = free_bytes(self.root)
+                books.set_limit(accounts, free)
                 if need > told.spare:
                     chunk = self._chunk(accounts)
                     granted = books.grant(accounts, self.member_id, need - told.spare, chunk)
@@ -349,6 +356,7 @@ class SharedSpace:
             raise
         with self._lock:
             self._accounts = accounts
+            self._free = free
             self._owed = owed
             self._good_until = now + LEASE_S
             self._spare += aside + granted

@@ -2,13 +2,14 @@
 
 every member:  report to the ledger, stand for election     about once a second
 the sweeper:   beat, and a step of its `Term`               every `interval_s`
+
+The thread has an ordinary priority, and works in short slices instead: with a low one it would be
+descheduled for long while it holds the interpreter's lock, and the tier's threads with it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPORT_S = 1.0
-_NICENESS = 10
 
 
 class Sweeper:
@@ -110,8 +110,6 @@ class Sweeper:
         }
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while not self._closing.is_set():
             try:
                 pause = self._step()

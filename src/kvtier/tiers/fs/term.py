@@ -54,6 +54,7 @@ _REST = 20  # times the duration of a scan: at most 5 % of a core, whatever the 
 _FIRST_SLICE_S = 0.2
 _SLICE_S = 0.05  # of a later scan, between two looks at the books
 _ROLL_CALL_S = 2.0
+_STALE = 0.5  # share of what was granted; a scan that knows less is made anew
 _BUSY = 0.2  # share of the interval after which it looks again while there is something to evict
 _BATCH = 256  # directories between two entries in the books
 
@@ -142,11 +143,13 @@ class Term:
         self._scanner = Scanner(space.root, self._inventory)
         self._scan: Iterator[bool] | None = None
         self._scan_due = self._full_scan_due = self._roll_call_due = 0.0
-        self._scan_started = self._scan_ended = 0.0
+        self._scan_seconds = self._scan_ended = 0.0
         self._scanning_full = False
         self._complete = False  # a scan has ended
         self._removed = 0  # bytes deleted in this term
         self._unbooked = 0  # of them not off the books yet
+        self._removed_at_scan = 0
+        self._short = False  # there was less to evict than was needed
         self._comparison: _Comparison | None = None
         self._unknown_since: float | None = None
         self._now_ns = 0
@@ -187,9 +190,10 @@ class Term:
             self._settle(self._comparison, accounts)
         if self._scan is not None or self._is_scan_due(accounts):
             self._go_on_scanning(accounts, file_clock)
-        if self._scan is not None and not self._complete:
+        evicts = self._evict(accounts)
+        if self._scan is not None and (self._short or not self._complete):
             return 0.0
-        return self._settings.interval_s * (_BUSY if self._evict(accounts) else 1.0)
+        return self._settings.interval_s * (_BUSY if evicts else 1.0)
 
     def _bury_the_dead(self) -> None:
         """Take members that are gone out of the books; a scan tells what they had not spent."""
@@ -243,27 +247,30 @@ class Term:
             if self._comparison is None or self._comparison.awaited is None:
                 self._comparison = _Comparison(books.mark(accounts), self._removed)
             self._scanning_full = now >= self._full_scan_due
-            self._scan_started = now
+            self._scan_seconds = 0.0
             self._scan = self._scanner.scan(self._scanning_full, file_clock)
         end = now + (_SLICE_S if self._complete else _FIRST_SLICE_S)
         try:
             for _ in self._scan:
                 if self._clock() >= end or not self._may_go_on():
+                    self._scan_seconds += self._clock() - now
                     return
         except BaseException:
             self._scan = None
             raise
         self._scan = None
+        self._short = False
         self._complete = True
         self._scan_ended = self._clock()
-        seconds = self._scan_ended - self._scan_started
+        self._scan_seconds += self._scan_ended - now
+        self._removed_at_scan = self._removed
         self._levels = {
             "inventory_blocks": self._inventory.num_files,
             "inventory_bytes": self._inventory.nbytes,
-            "inventory_seconds": seconds,
+            "inventory_seconds": self._scan_seconds,
             "foreign_files": self._inventory.num_foreign,
         }
-        self._scan_due = self._scan_ended + max(self._settings.scan_s, _REST * seconds)
+        self._scan_due = self._scan_ended + max(self._settings.scan_s, _REST * self._scan_seconds)
         if self._scanning_full:
             self._full_scan_due = self._scan_ended + self._settings.full_scan_s
         comparison = self._comparison
@@ -331,9 +338,12 @@ class Term:
             dead = {name for name in unused if not remover.is_held(name)}
             grace = int(self._settings.orphan_grace_s * 1e9)
             victims = choose_victims(inventory, dead, need, now, grace)
-            if not victims:
-                rest = _REST * (self._scan_ended - self._scan_started)
-                self._scan_due = min(self._scan_due, self._scan_ended + rest)  # for what is new
+            self._short = not victims
+            left = self._levels["inventory_bytes"] - (self._removed - self._removed_at_scan)
+            if self._short or left < _STALE * accounts.granted:
+                # most of what is there is newer than the last scan
+                rest = self._scan_ended + self._scan_seconds
+                self._scan_due = min(self._scan_due, rest)
             for start in range(0, len(victims), _BATCH):
                 missing = self._remove(remover, victims[start : start + _BATCH])
                 if missing:
