@@ -96,6 +96,7 @@ def vanish(tier: SegmentsTier) -> None:
         segment.file.retire()
     for store in tier._owned.stores():
         store.close()
+    tier._owned.namespace_directory.close()
 
 
 def open_tier(root: Path, capacity: Capacity | None = None, **options: object) -> SegmentsTier:

@@ -17,13 +17,8 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from kvtier.tiers.fs.segments.paths import (
-    create_file,
-    open_file,
-    reserve,
-    sync_directory,
-    temp_name,
-)
+from kvtier.tiers.fs.io import sync_directory
+from kvtier.tiers.fs.segments.paths import create_file, open_file, reserve, temp_name
 from kvtier.tiers.fs.segments.records import (
     HEADER_BYTES,
     RECORD_BYTES,

@@ -140,7 +140,7 @@ class Upkeep:
     def _obey(self) -> None:
         """Do what others ask for in `requests/`."""
         for store in self._owned.stores():
-            records = store.take_requests()
+            records = store.take_requests(self._wall_clock_ns() / 1e9)
             for record in records:
                 if record.kind == TOUCH:
                     self._owned.slots.touch(record.key)
@@ -214,7 +214,10 @@ class Upkeep:
             self._followers.scan(force=True)
 
     def _tidy(self) -> None:
-        """Remove stores without blocks, and what is left of stores that were never finished."""
+        """Remove stores without blocks, and what is left of stores that were never finished; and
+        hold the namespace, if somebody kept this process from it before.
+        """
+        self._owned.namespace_directory.hold()
         for store in self._owned.stores()[1:]:
             self._owned.drop_empty(store)
         if os.path.isdir(self._owned.directory):
