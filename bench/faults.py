@@ -76,7 +76,7 @@ class Engine:
     """Stores a prompt now and then, and asks for older ones that have left the pool."""
 
     def __init__(self, root: Path, layout: str) -> None:
-        tier = {"type": "fs", "name": "disk", "root_dir": str(root), "layout": layout}
+        tier = {"type": "fs", "name": "disk", "root_dir": str(root), "layout": layout, "threads": 4}
         settings = Settings.decode({**SETTINGS, "secondary_tiers": [tier]})
         self.region = Region.create(Geometry(NUM_SLOTS, ROW_BYTES, 1))
         self.offloader = Offloader(
@@ -195,11 +195,11 @@ BOTH: tuple[Group, ...] = ("create", "write", "open", "read")
 
 OF_MOUNT: dict[str, Callable[[LoopMount], Trouble]] = {
     "enospc": lambda m: Trouble(m.fill, m.make_room, writes=FULL),
-    "read_only": lambda m: Trouble(m.make_read_only, m.make_writable, writes=FULL),
     "vanished_mount": lambda m: Trouble(m.take_away, m.bring_back, reads=LOST, writes=LOST),
 }
 
 OF_CALLS: dict[str, Callable[[BrokenCalls], Trouble]] = {
+    "read_only": lambda c: Trouble(failing(c, errno.EROFS, "create", "write"), c.heal, writes=FULL),
     "edquot": lambda c: Trouble(failing(c, errno.EDQUOT, "write"), c.heal, writes=FULL),
     "eio": lambda c: Trouble(failing(c, errno.EIO, *BOTH), c.heal, reads=ERROR, writes=ERROR),
     "estale": lambda c: Trouble(failing(c, errno.ESTALE, *BOTH), c.heal, reads=LOST, writes=LOST),
