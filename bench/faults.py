@@ -191,6 +191,9 @@ def hanging(calls: BrokenCalls, *groups: Group) -> Callable[[], object]:
     return lambda: calls.answer(dict.fromkeys(groups, HANG))
 
 
+# `segments` evicts for itself when the disk is full, and reads on from files that are open
+GO_ON = {("segments", "enospc"): "writes", ("segments", "vanished_mount"): "reads"}
+
 BOTH: tuple[Group, ...] = ("create", "write", "open", "read")
 
 OF_MOUNT: dict[str, Callable[[LoopMount], Trouble]] = {
@@ -265,6 +268,8 @@ def suffer(name: str, trouble: Trouble, root: Path, layout: str, seconds: float)
     finally:
         engine.close()
     wanted = {"reads": trouble.reads, "writes": trouble.writes}
+    if (layout, name) in GO_ON:
+        del wanted[GO_ON[layout, name]]
     left_alone = all(opened.get(word) in faults for word, faults in wanted.items() if faults)
     counted = ", ".join(f"{count} {cause}" for cause, count in mended_at.faults.items())
     print(
@@ -274,7 +279,7 @@ def suffer(name: str, trouble: Trouble, root: Path, layout: str, seconds: float)
     )
     rows = step_rows(name, before, during)
     rows.append(Row(f"{name}_left_alone", left_alone, "yes/no", 1, "should be", "higher"))
-    if not trouble.reads:
+    if not wanted.get("reads"):
         served = mended_at.read_blocks > broken_at.read_blocks
         rows.append(Row(f"{name}_still_read", served, "yes/no", 1, "should be", "higher"))
     rows.append(Row(f"{name}_recovery", recovery_s, "s", BACKOFF_MAX_S, "longest backoff", "lower"))
@@ -328,7 +333,9 @@ if __name__ == "__main__":
     options.add_argument(
         "--seconds", type=float, default=2.0, help="before each fault; twice in it"
     )
-    options.add_argument("--layout", default="auto", help="of the fs tier")
+    options.add_argument(
+        "--layout", default="files", choices=["files", "segments"], help="of the fs tier"
+    )
     options.add_argument(
         "--only", nargs="*", default=[], choices=[*OF_MOUNT, *OF_CALLS], help="some of the faults"
     )
