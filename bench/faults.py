@@ -191,8 +191,11 @@ def hanging(calls: BrokenCalls, *groups: Group) -> Callable[[], object]:
     return lambda: calls.answer(dict.fromkeys(groups, HANG))
 
 
-# `segments` evicts for itself when the disk is full, and reads on from files that are open
-GO_ON = {("segments", "enospc"): "writes", ("segments", "vanished_mount"): "reads"}
+# `segments` evicts for itself when the disk is full, and goes on in files that are open
+GO_ON = {
+    ("segments", "enospc"): ("writes",),
+    ("segments", "vanished_mount"): ("reads", "writes"),
+}
 
 BOTH: tuple[Group, ...] = ("create", "write", "open", "read")
 
@@ -268,8 +271,8 @@ def suffer(name: str, trouble: Trouble, root: Path, layout: str, seconds: float)
     finally:
         engine.close()
     wanted = {"reads": trouble.reads, "writes": trouble.writes}
-    if (layout, name) in GO_ON:
-        del wanted[GO_ON[layout, name]]
+    for word in GO_ON.get((layout, name), ()):
+        del wanted[word]
     left_alone = all(opened.get(word) in faults for word, faults in wanted.items() if faults)
     counted = ", ".join(f"{count} {cause}" for cause, count in mended_at.faults.items())
     print(
