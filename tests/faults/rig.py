@@ -9,13 +9,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import msgspec
+
 from kvtier.core.types import BlockKey, Done, Fault, JobId, Slot
 from kvtier.drivers.base import JobMetadata, SlotViews, TierCounters
 from kvtier.drivers.process.driver import ProcessDriver
 from kvtier.drivers.process.process import Launch
 from kvtier.region import Geometry, Region
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, UNTOUCHED, block_of, key_of
-from kvtier.tiers.fs.tier_type import FsSettings
+from kvtier.tiers.fs.home import prepare
+from kvtier.tiers.fs.settings import FsSettings
 
 WAIT_S = 30.0
 """A job that takes longer is lost."""
@@ -47,6 +50,8 @@ class Rig:
         known = FsSettings.__struct_fields__
         extra = {name: value for name, value in _OPTIONS.items() if name in known}
         settings = {"root_dir": str(root), "layout": layout, **extra, **options}
+        if root.is_dir():
+            prepare(root, msgspec.convert(settings, FsSettings))  # as the engine does at its start
         self.region = Region.create(Geometry(64, BLOCK_BYTES, 1))
         self.driver = ProcessDriver(
             Launch("disk", "fs", settings), self.region, lambda _: {"model": "tiny"}, hang_s

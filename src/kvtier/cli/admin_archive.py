@@ -111,6 +111,7 @@ def import_(
 def _opener(root: Path, layout: LayoutOption) -> Callable[[str, Mapping[str, object]], Tier]:
     tier_type = load_tier_type("fs", "type")
     settings = decode_settings(tier_type, {"root_dir": str(root), "layout": layout}, "import")
+    tier_type.preflight(settings, "import")
 
     def open_tier(digest: str, description: Mapping[str, object]) -> Tier:
         return tier_type.open(settings, digest, description)
