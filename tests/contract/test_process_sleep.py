@@ -19,10 +19,10 @@ from kvtier.core.types import Done, Fault
 from kvtier.drivers.process.driver import POLL_GAP_S, ProcessDriver
 from kvtier.drivers.process.process import Launch
 from kvtier.testing.blocks import SlotsOfRegion, block_of, key_of
-
-THAW_S = 30
 from kvtier.tiers.fs.home import prepare
 from kvtier.tiers.fs.settings import FsSettings
+
+THAW_S = 30
 
 
 class Mount:
