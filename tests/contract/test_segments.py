@@ -552,6 +552,26 @@ def test_a_block_that_is_being_read_keeps_its_slot(
     tier.close()
 
 
+def test_a_block_that_is_being_read_is_not_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though by now all others were used later."""
+    tier = open_tier(tmp_path, Capacity(4 * SMALL), direct=False)
+    put(tier, *range(4))
+    whole = os.preadv
+
+    def meanwhile(fd: int, views: list[memoryview], at: int) -> int:
+        monkeypatch.undo()
+        for i in range(100, 112):
+            put(tier, i)
+        return whole(fd, views, at)
+
+    monkeypatch.setattr(os, "preadv", meanwhile)
+    assert get(tier, 0) == block_of(key_of(0), SMALL)
+    assert held(tier, [0, 1, 2, 3]) == {0}
+    tier.close()
+
+
 def test_a_segment_that_goes_under_a_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

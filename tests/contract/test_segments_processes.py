@@ -376,6 +376,44 @@ def test_a_block_in_two_stores_is_kept_once(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_block_that_is_taken_over_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orphan, tier = open_tier(tmp_path), open_tier(tmp_path, direct=False)
+    put(orphan, 5)
+    tier._followers._followers = {}
+    whole = os.pwritev
+
+    def meanwhile(fd: int, views: list[memoryview], at: int) -> int:
+        monkeypatch.undo()
+        vanish(orphan)
+        tier.maintain()
+        assert tier.figures()["blocks"] == 1
+        return whole(fd, views, at)
+
+    monkeypatch.setattr(os, "pwritev", meanwhile)
+    tier._blocks.write([key_of(5)], [buffers(block_of(key_of(5), SMALL))], [0])
+    assert tier.figures()["stores"] == 2
+    assert tier._owned.slots.counts()[SMALL] == (32, 31), "a slot leaked"
+    tier._owned.slots.check()
+    assert held(tier, [5]) == {5}
+    tier.delete(key_of(5))
+    vanish(tier)
+    tier = open_tier(tmp_path)
+    assert held(tier, [5]) == set(), "the other copy came back"
+    tier.close()
+
+
+def test_a_log_that_is_truncated_is_read_anew(tmp_path: Path) -> None:
+    owner, reader = open_tier(tmp_path), open_tier(tmp_path)
+    put(owner, 1, 2)
+    assert held(reader, [1, 2]) == {1, 2}
+    os.truncate(stores_of(tmp_path)[0] / "index.log", 2 * RECORD_BYTES)
+    assert held(reader, [1, 2]) == {1}
+    owner.close()
+    reader.close()
+
+
 def test_long_logs_are_read_in_the_background(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
