@@ -213,8 +213,8 @@ class SharedSpace:
     def figures(self) -> Mapping[str, float]:
         """Levels as of the last exchange, and totals.
 
-        `capacity_bytes` is the limit that holds now, `used_bytes` what lies on disk or is on its way,
-        `granted_bytes` that and what members may still write, `free_bytes` of the whole mount.
+        `capacity_bytes` is the limit that holds now, `used_bytes` what lies on disk or is on its
+        way, `granted_bytes` that and what members may still write, `free_bytes` of the whole mount.
         """
         with self._lock:
             accounts = self._accounts
