@@ -56,7 +56,7 @@ class Capacity:
         self.sweeper.listen(namespace, on_evicted)
 
     def ignore(self, namespace: str, on_evicted: Callable[[str, Sequence[BlockKey]], None]) -> None:
-        """Undo `listen`."""
+        """See `Sweeper.ignore`."""
         self.sweeper.ignore(namespace, on_evicted)
 
     def figures(self) -> Mapping[str, float]:
