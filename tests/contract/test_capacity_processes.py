@@ -66,6 +66,7 @@ def test_kills_at_any_instant_leave_readable_books_that_become_exact(tmp_path: P
             processes[victim] = UserProcess(tmp_path, CAPACITY)
         until(lambda: not any(is_temp(path.name) for path in files_in(tmp_path)))
         until(lambda: is_exact(tmp_path))
+        until(lambda: len(os.listdir(tmp_path / ".kvtier" / "members")) == 2)
         assert len(read_members(str(tmp_path / ".kvtier"))) == 2
     assert os.listdir(tmp_path / ".kvtier" / "members") == []
     assert books_of(tmp_path).granted == usage(tmp_path)

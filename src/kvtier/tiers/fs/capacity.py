@@ -6,6 +6,7 @@ sweeper can then tell all of them what it evicts.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from kvtier.tiers.fs.shared_space import SharedSpace
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
     from kvtier.core.types import BlockKey
     from kvtier.tiers.fs.term import SweepSettings
+
+
+logger = logging.getLogger(__name__)
 
 
 class Capacity:
@@ -52,7 +56,7 @@ class Capacity:
         self.sweeper.listen(namespace, on_evicted)
 
     def ignore(self, namespace: str, on_evicted: Callable[[str, Sequence[BlockKey]], None]) -> None:
-        """Undo `listen`."""
+        """See `Sweeper.ignore`."""
         self.sweeper.ignore(namespace, on_evicted)
 
     def figures(self) -> Mapping[str, float]:
@@ -63,3 +67,5 @@ class Capacity:
         """Stop sweeping, give back what was not used, and leave."""
         if self.sweeper.close(timeout_s):
             self.space.close()
+        else:
+            logger.warning("The sweeper of %s hangs; others will clean up", self.space.root)

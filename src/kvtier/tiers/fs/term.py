@@ -274,8 +274,7 @@ class Term:
         if self._scanning_full:
             self._full_scan_due = self._scan_ended + self._settings.full_scan_s
         comparison = self._comparison
-        assert comparison is not None, "a scan begins with one"
-        if comparison.awaited is None:
+        if comparison is not None and comparison.awaited is None:
             comparison.awaited = books.reports_of(accounts)
             comparison.found = self._inventory.nbytes
             comparison.removed_until_end = self._removed
