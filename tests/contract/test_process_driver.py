@@ -20,6 +20,7 @@ from kvtier.testing.contract import DriverContract
 from kvtier.testing.driver_contract import PATIENCE_S
 from kvtier.testing.faults import FaultyTier, Hang
 from kvtier.tiers.base import Tier
+from kvtier.tiers.registry import decode_settings, load_tier_type
 
 
 class OverAProcess(DriverContract):
@@ -43,6 +44,8 @@ class OverAProcess(DriverContract):
         return self.slots.take(num_slots)
 
     def run(self, kind: str, options: dict[str, object]) -> ProcessDriver:
+        tier_type = load_tier_type(kind, "type")
+        tier_type.preflight(decode_settings(tier_type, options, "test"), "test")
         return ProcessDriver(Launch("test", kind, options), self.slots.region, lambda _: {})
 
     def make(self) -> SecondaryTierManager:

@@ -19,6 +19,8 @@ from kvtier.core.types import Done, Fault
 from kvtier.drivers.process.driver import POLL_GAP_S, ProcessDriver
 from kvtier.drivers.process.process import Launch
 from kvtier.testing.blocks import SlotsOfRegion, block_of, key_of
+from kvtier.tiers.fs.home import prepare
+from kvtier.tiers.fs.settings import FsSettings
 
 THAW_S = 30
 
@@ -79,6 +81,7 @@ def test_its_slots_are_kept_until_it_wakes_and_ends(mount: Mount):
     clock, slots = Clock(), SlotsOfRegion(64)
     stage = Stage.__new__(Stage)  # for its polls alone
     stage.clock = clock
+    prepare(mount.path, FsSettings(root_dir=str(mount.path), layout="files"))
     launch = Launch("x", "fs", {"root_dir": str(mount.path), "layout": "files"})
     driver = ProcessDriver(launch, slots.region, lambda _: {}, hang_s=0.01, clock=clock)
     taken = slots.take(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from kvtier.core.types import BlockKey
     from kvtier.tiers.base import Buffers
     from kvtier.tiers.fs.segments.owned import OwnedStores
-    from kvtier.tiers.fs.segments.places import Place
+    from kvtier.tiers.fs.segments.places import Block, Place
     from kvtier.tiers.fs.segments.store import Store
 
 
@@ -77,12 +78,13 @@ class OwnedBlocks:
             failures = move(pieces, write=False)
         finally:
             self._slots.unpin(pinned.values())
-        for i, error in outcome.items():
-            if error is not None:
-                self.delete(keys[i])
-        for i, failure in failures.items():
-            if isinstance(failure, MissingBlockError) and self.delete(keys[i]):
-                self._owned.give_up([pinned[keys[i]]], "lost_blocks")
+        with contextlib.suppress(OSError):  # a log that cannot be written: they are found again
+            for i, error in outcome.items():
+                if error is not None:
+                    self.delete(keys[i])
+            for i, failure in failures.items():
+                if isinstance(failure, MissingBlockError) and self.delete(keys[i]):
+                    self._owned.give_up([pinned[keys[i]]], "lost_blocks")
         return {**outcome, **failures}
 
     def write(
@@ -202,7 +204,7 @@ class OwnedBlocks:
             now = self._slots.stamp()
             number = place.segment.table.number
             records.append(Record(PUT, item.key, number, place.slot, item.length, now, now))
-        former = []
+        leaving: list[Block] = []
         with store.log.lock:
             try:
                 count = store.log.append(records)
@@ -212,12 +214,10 @@ class OwnedBlocks:
                 count = 0
             for (item, place), record in zip(group[:count], records, strict=False):
                 del unused[place.location]
-                block = self._slots.publish(item.key, place, item.length, record.created_ns)
-                if block is not None:
-                    former.append(block)
+                leaving += self._slots.publish(item.key, place, item.length, record.created_ns)
         if count < len(group):
             self._owned.shrink()  # the next write finds room for its record
         for item, _ in group[count:]:
             failures[item.position] = OSError(errno.ENOSPC, "no space left for the log")
-        self._owned.release(former)
+        self._owned.release(leaving)
         store.log.sync()
