@@ -305,6 +305,15 @@ def test_blocks_of_several_lengths_lie_apart(tmp_path: Path, tier: SegmentsTier)
     assert sizes == [1, 2, 3, 5]
 
 
+@pytest.mark.parametrize("length", [SMALL - 1, SMALL - 4095])
+def test_a_batch_of_blocks_that_do_not_fill_their_slots(tier: SegmentsTier, length: int) -> None:
+    put(tier, *range(5), length=length)
+    keys = [key_of(i) for i in range(5)]
+    into = [bytearray(length) for _ in keys]
+    assert tier.read_batch(keys, [buffers_of(content) for content in into]) == [None] * 5
+    assert into == [block_of(k, length) for k in keys]
+
+
 def test_a_block_of_another_length_is_replaced(tier: SegmentsTier) -> None:
     put(tier, 1, length=SMALL)
     put(tier, 1, length=3 * SMALL)
@@ -540,6 +549,26 @@ def test_a_block_that_is_being_read_keeps_its_slot(
     assert get(tier, 0) == block_of(key_of(0), SMALL)
     assert tier._owned.slots.counts() == {SMALL: (16, 1)}, "the slot is free now"
     tier._owned.slots.check()
+    tier.close()
+
+
+def test_a_block_that_is_being_read_is_not_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though by now all others were used later."""
+    tier = open_tier(tmp_path, Capacity(4 * SMALL), direct=False)
+    put(tier, *range(4))
+    whole = os.preadv
+
+    def meanwhile(fd: int, views: list[memoryview], at: int) -> int:
+        monkeypatch.undo()
+        for i in range(100, 112):
+            put(tier, i)
+        return whole(fd, views, at)
+
+    monkeypatch.setattr(os, "preadv", meanwhile)
+    assert get(tier, 0) == block_of(key_of(0), SMALL)
+    assert held(tier, [0, 1, 2, 3]) == {0}
     tier.close()
 
 

@@ -149,10 +149,10 @@ def test_every_length(tmp_path: Path) -> None:
 
 
 def test_every_bit_of_a_record(tmp_path: Path) -> None:
-    """A record of which any bit is wrong is as good as absent."""
+    """A record of which any bit is wrong is as good as absent: of each kind, and a move."""
     content = write_log(tmp_path, A_STORY)
     path = tmp_path / "index.log"
-    for i in range(len(A_STORY)):
+    for i in (0, 2, 3, 6):
         write_log(tmp_path, A_STORY[:i] + A_STORY[i + 1 :])
         expected = told(tmp_path)
         for bit in range(8 * RECORD_BYTES):
@@ -437,8 +437,9 @@ class Trace:
 def test_the_order_in_which_data_becomes_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = open_tier(tmp_path, Capacity(16 * SMALL), durability="data", direct=False)
     trace = Trace(monkeypatch)
+    tier = open_tier(tmp_path, Capacity(16 * SMALL), durability="data", direct=False)
+    assert trace.take()[-2:] == [("fsync", NAMESPACE), ("fsync", tmp_path.name)]
     put(tier, *range(16))
     calls = trace.take()
     store = stores_of(tmp_path)[0]
@@ -455,7 +456,6 @@ def test_the_order_in_which_data_becomes_durable(
     born = made.index(("rename", store.name))
     assert ("fsync", "stores") in made[born:]
     assert ("fsync", NAMESPACE) in made[born:]
-    assert ("fsync", tmp_path.name) in made[born:]
     put(tier, 20)
     evict = [("pwrite", "index.log"), ("fdatasync", "index.log")]
     assert trace.take() == evict + write[1:]
@@ -498,3 +498,31 @@ def test_a_block_whose_segment_cannot_be_synced_is_not_kept(
     tier = open_tier(tmp_path)
     assert held(tier, [1, 2]) == {1}
     tier.close()
+
+
+def test_a_log_that_is_being_written_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked at while an append is between the file and its own books."""
+    log = create_log(str(tmp_path), HEADER, durable=False)
+    whole = os.fstat
+    entered, release = threading.Event(), threading.Event()
+
+    def slow(fd: int) -> os.stat_result:
+        found = whole(fd)
+        entered.set()
+        release.wait(0.05)  # nothing else can come in between: it has to wait
+        return found
+
+    def append() -> None:
+        with log.lock:
+            log.append(A_STORY)
+
+    monkeypatch.setattr(os, "fstat", slow)
+    with ThreadPoolExecutor(2) as pool:
+        looking = pool.submit(log.is_whole)
+        assert entered.wait(30)
+        pool.submit(append).result(30)
+        release.set()
+        assert looking.result(30)
+    log.close()

@@ -67,12 +67,10 @@ class SharedSpace:
             given different ones go by the smallest.
         min_free_bytes: of the mount; of different ones the largest counts.
         owning: whether only this process can delete what it takes (`segments`). Then it takes much
-            at a time, and what it holds should be told with `measure_owned`.
+            at a time, and may owe.
         clock: seconds, monotonic.
 
     Attributes:
-        measure_owned: bytes on disk that only this process can delete, adopted stores included;
-            called with every report. To be set by whoever opens the tier.
         on_refused: called after a refusal.
 
     Raises:
@@ -99,7 +97,7 @@ class SharedSpace:
         self._returned = 0
         self._taken = [0, 0]  # in this and in the previous span of `RECENT_S`
         self._span_end = clock() + RECENT_S
-        self._owned = 0
+        self._owned = 0  # what was taken and adopted, less what was given back
         self._owed = 0
         self._largest = 0
         self._good_until = 0.0
@@ -110,7 +108,6 @@ class SharedSpace:
         self._free = 0
         self._told_differing = False
         self._joined = False
-        self.measure_owned: Callable[[], int] = _nothing
         self.on_refused: Callable[[], object] = _nothing
         self._join()
 
@@ -156,7 +153,13 @@ class SharedSpace:
         nbytes = rounded(nbytes)
         with self._lock:
             self._returned += nbytes
+            self._owned -= nbytes
             self._owed = max(0, self._owed - nbytes)
+
+    def adopt(self, nbytes: int) -> None:
+        """Count bytes that lie on disk already as this process's; see `Space.adopt`."""
+        with self._lock:
+            self._owned += rounded(nbytes) if nbytes >= 0 else -rounded(-nbytes)
 
     def owed(self) -> int:
         """Bytes that this process should delete, as of the last exchange."""
@@ -180,9 +183,7 @@ class SharedSpace:
                 self._leave()
                 self._join()
                 return
-            owned = self.measure_owned()
             with self._lock:
-                self._owned = owned
                 idle = self._clock() - self._last_take > IDLE_S
                 if idle:
                     self._returned += self._spare
@@ -269,6 +270,7 @@ class SharedSpace:
         """Note what was taken just now. Called under the lock."""
         self._turn(now)
         self._taken[0] += need
+        self._owned += need
         self._last_take = now
 
     def _turn(self, now: float) -> None:
@@ -282,7 +284,8 @@ class SharedSpace:
         """What to tell; what was given back is told once. Called under the lock."""
         self._turn(now)
         returned = self._returned if now < self._good_until else 0
-        told = Report(self._spare, sum(self._taken), returned, self._owned)
+        owned = max(0, self._owned) if self._owning else 0
+        told = Report(self._spare, sum(self._taken), returned, owned)
         self._returned = 0
         return told
 
@@ -375,6 +378,5 @@ class SharedSpace:
         return rounded(max(share, _BLOCKS_PER_CHUNK * self._largest))
 
 
-def _nothing() -> int:
-    """What is owned where nothing is."""
-    return 0
+def _nothing() -> None:
+    """What is done by default."""

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
+from kvtier.tiers.fs.namespace_directory import NamespaceDirectory
 from kvtier.tiers.fs.segments.places import OwnedSegment, by_store
 from kvtier.tiers.fs.segments.records import EVICT, TOUCH, Record
 from kvtier.tiers.fs.segments.slots import Slots
-from kvtier.tiers.fs.segments.store import Store, create_store, prepare_namespace
+from kvtier.tiers.fs.segments.store import STORES_NAME, Store, create_store
 from kvtier.tiers.fs.segments.table import SegmentTable, Table
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class OwnedStores:
         OSError: the directory of the namespace cannot be made.
 
     Attributes:
+        namespace_directory: held while this is open.
         directory: that the stores of the namespace lie in.
         slots: the index.
         totals: running totals by name.
@@ -88,9 +91,7 @@ class OwnedStores:
         self.totals: Counter[str] = Counter()
         self.dropped: deque[BlockKey] = deque()
         self.space = space
-        self._root = root
         self._namespace = namespace
-        self._description = description
         self._segment_bytes = segment_bytes
         self._direct = direct
         self._durable = durable
@@ -98,7 +99,8 @@ class OwnedStores:
         self._stores: tuple[Store, ...] = ()  # replaced, never changed
         self._growing = threading.RLock()  # guards `_stores` and the making of segments
         self._refused_until = float("-inf")
-        self.directory = prepare_namespace(root, namespace, description)
+        self.namespace_directory = NamespaceDirectory(root, namespace, description, durable)
+        self.directory = os.path.join(self.namespace_directory.path, STORES_NAME)
 
     def give_up(self, blocks: Iterable[Block], total: str) -> None:
         """Say that blocks went without being asked to; they are counted under `total`."""
@@ -231,6 +233,7 @@ class OwnedStores:
         except OSError as error:  # a reader keeps the old bytes, a restart misses the file
             logger.debug("Segment %s goes without a record: %s", segment.file.path, error)
         freed = segment.store.remove_segment(number)
+        self.space.adopt(freed - segment.nbytes)  # 0 unless somebody cut or removed it
         if freed:
             self.space.give_back(freed)
             self._refused_until = float("-inf")
@@ -268,6 +271,7 @@ class OwnedStores:
             segment_table.resize(num_slots)
             segments.append(OwnedSegment(segment_table, file, store))
             numbers.remove(segment_table.number)
+        self.space.adopt(sum(segment.nbytes for segment in segments))
         num_blocks = len(table)
         double = self.slots.join(segments, table)
         with self._growing:
@@ -276,7 +280,9 @@ class OwnedStores:
         self.totals["adopted_blocks"] += num_blocks - len(double)
         self.totals["lost_blocks"] += lost
         for number in numbers:  # nothing lies in them
-            self.space.give_back(store.remove_segment(number))
+            freed = store.remove_segment(number)
+            self.space.adopt(freed)
+            self.space.give_back(freed)
         self.release(double)
 
     def abandon(self, store: Store) -> None:
@@ -285,12 +291,15 @@ class OwnedStores:
             if store not in self._stores:
                 return
             self._stores = tuple(other for other in self._stores if other is not store)
+        lost = 0
         for segment in self.slots.segments():
             if segment.store is store:
                 self.give_up(self.slots.remove(segment), "lost_blocks")
+                lost += segment.nbytes
         self.totals["lost_stores"] += 1
         with store.log.lock:
             freed = store.destroy()
+        self.space.adopt(freed - lost)
         if freed:
             self.space.give_back(freed)
 
@@ -353,13 +362,16 @@ class OwnedStores:
             if empty:
                 self.space.give_back(store.destroy())
             else:
+                self.space.adopt(-sum(segment.nbytes for segment in mine))
                 store.close()
+        self.namespace_directory.close()
 
     def _home(self) -> Store:
         """The store that takes new segments. The caller holds `_growing`."""
         if not self._stores:
-            stores = prepare_namespace(self._root, self._namespace, self._description)
-            self._stores = (
-                create_store(stores, self._namespace, direct=self._direct, durable=self._durable),
+            self.namespace_directory.make()  # it may have been wiped
+            store = create_store(
+                self.directory, self._namespace, direct=self._direct, durable=self._durable
             )
+            self._stores = (store,)
         return self._stores[0]

@@ -156,7 +156,7 @@ class SegmentsTier:
     ) -> list[BaseException | None]:
         """See `SupportsBatch.write_batch`: adjacent slots where possible, one call for each run."""
         own = self._owned.slots.keys
-        followed = any(follower.keys for follower in self._followers.all())
+        followed = any(follower.keys for follower in self._followers.look())
         new = [
             i
             for i, key in enumerate(keys)
