@@ -29,6 +29,7 @@ from kvtier.tiers.base import (
 )
 from kvtier.tiers.fs.files import FilesTier
 from kvtier.tiers.fs.roots import Backoff, Root
+from kvtier.tiers.fs.segments.tier import SegmentsTier
 from kvtier.tiers.fs.striped import StripedTier
 from kvtier.tiers.memory import MemoryTier
 
@@ -62,6 +63,22 @@ class TestStripedFiles(TierContract):
 
     def reopen(self) -> Tier:
         return self.make()
+
+
+class TestStripedSegments(TestStripedFiles):
+    def make(self) -> Tier:
+        return StripedTier(
+            [
+                Root(name, lambda name=name: SegmentsTier(self.root / name, NAMESPACE))  # type: ignore[misc]
+                for name in NAMES
+            ]
+        )
+
+
+class TestFilesAndSegments(TestStripedFiles):
+    def make(self) -> Tier:
+        segments = Root("b", lambda: SegmentsTier(self.root / "b", NAMESPACE))
+        return StripedTier([files_root(self.root / "a"), segments])
 
 
 class TestOneRoot(TierContract):
