@@ -222,7 +222,9 @@ def test_fs_clears_away_what_killed_writers_left(tmp_path: Path) -> None:
     left.touch()
     os.utime(left, (0, 0))
     (left.parent / "1-a-1.tmp").touch()
-    tier = load_tier_type("fs", SETTING).open(fs(root_dir=str(tmp_path)), NAMESPACE, {})
+    tier_type = load_tier_type("fs", SETTING)
+    tier_type.preflight(fs(root_dir=str(tmp_path)), PLACE)
+    tier = tier_type.open(fs(root_dir=str(tmp_path)), NAMESPACE, {})
     deadline = time.monotonic() + 30
     while left.exists():
         assert time.monotonic() < deadline

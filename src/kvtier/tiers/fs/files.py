@@ -134,6 +134,12 @@ class FilesTier:
             whole = found.st_size == wanted and read_all(descriptor, into) == wanted
             if whole:
                 self._touch(descriptor, found)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            self._directory.check_root()
+            # NFS has no open files: another host removed this one while it was read
+            raise MissingBlockError(f"{path} was removed") from None
         finally:
             os.close(descriptor)
         if not stat.S_ISREG(found.st_mode):

@@ -104,16 +104,7 @@ class NamespaceDirectory:
             OSError: it cannot be asked; or (ESTALE) another file system without our mark is in its
                 place.
         """
-        device = os.stat(self.root).st_dev
-        if device == self._device:
-            return
-        if not os.path.lexists(os.path.join(self.root, ROOT_MARK)):
-            raise OSError(
-                errno.ESTALE,
-                f"another file system than before, without {ROOT_MARK}: was it unmounted?",
-                self.root,
-            )
-        self._device = device
+        self._device = check_same_root(self.root, self._device)
 
     def hold(self) -> None:
         """Show that the namespace is in use, unless that is done. Quick when it is.
@@ -198,6 +189,31 @@ class NamespaceDirectory:
             with contextlib.suppress(OSError):
                 os.unlink(temp)
             raise
+
+
+def check_same_root(root: str, device: int) -> int:
+    """Whether a root is still there, and what it was.
+
+    Args:
+        root: path of the directory.
+        device: of the file system that it was on.
+
+    Returns:
+        The device now.
+
+    Raises:
+        FileNotFoundError: it is gone.
+        OSError: it cannot be asked; or (ESTALE) another file system without our mark is in its
+            place.
+    """
+    now = os.stat(root).st_dev
+    if now != device and not os.path.lexists(os.path.join(root, ROOT_MARK)):
+        raise OSError(
+            errno.ESTALE,
+            f"another file system than before, without {ROOT_MARK}: was it unmounted?",
+            root,
+        )
+    return now
 
 
 def make_directory(path: str) -> None:

@@ -28,6 +28,7 @@ from kvtier.tiers.fs import accounts as books
 from kvtier.tiers.fs.accounts import UNBOUNDED, Accounts, Entry, Report, rounded
 from kvtier.tiers.fs.ledger import LEDGER_FILE, LedgerBusyError, LedgerFile
 from kvtier.tiers.fs.members import CONTROL_DIRECTORY, NAMESPACE, Member, make_control_directory
+from kvtier.tiers.fs.namespace_directory import check_same_root
 from kvtier.tiers.fs.sizes import free_bytes
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ REFUSED_S = 0.1
 IDLE_S = 10.0
 """Whoever has not written for so long gives its spare back."""
 
+_UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS))
+
 CHUNK_BYTES_MAX = 64 * 1024 * 1024
 _CHUNKS_PER_CAPACITY = 256
 _BLOCKS_PER_CHUNK = 4
@@ -72,6 +75,9 @@ class SharedSpace:
 
     Attributes:
         on_refused: called after a refusal.
+
+    On a mount that is full or read-only it begins all the same, so that what lies there can be
+    read; until it is a member, `take` raises what keeps it from becoming one.
 
     Raises:
         OSError: the control directory cannot be written, or has no locks.
@@ -109,7 +115,14 @@ class SharedSpace:
         self._told_differing = False
         self._joined = False
         self.on_refused: Callable[[], object] = _nothing
-        self._join()
+        self._why_not_joined: OSError | None = None
+        self._device = os.stat(self.root).st_dev
+        try:
+            self._join()
+        except OSError as error:
+            if error.errno not in _UNWRITABLE:
+                raise
+            logger.warning("%s cannot be written now: %s", self.root, error)
 
     @property
     def member_id(self) -> str:
@@ -179,7 +192,8 @@ class SharedSpace:
         """
         with self._exchanging:
             if not (self._joined and self.ledger.is_current() and self._member.is_current()):
-                logger.warning("%s was removed or replaced: joining anew", self.control)
+                if self._joined:
+                    logger.warning("%s was removed or replaced: joining anew", self.control)
                 self._leave()
                 self._join()
                 return
@@ -231,6 +245,15 @@ class SharedSpace:
             }
 
     def _join(self) -> None:
+        try:
+            self._become_member()
+        except OSError as error:
+            self._why_not_joined = error
+            raise
+        self._why_not_joined = None
+
+    def _become_member(self) -> None:
+        self._device = check_same_root(self.root, self._device)
         control = make_control_directory(self.root)
         self.ledger = LedgerFile(os.path.join(control, LEDGER_FILE), self._clock)
         try:
@@ -310,7 +333,9 @@ class SharedSpace:
             Whether they were granted, and spent.
         """
         if not self._joined:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.control)
+            why = self._why_not_joined
+            number = errno.ENOENT if why is None or why.errno is None else why.errno
+            raise OSError(number, os.strerror(number), self.control)
         now = self._clock()
         with self._lock:
             told = self._report(now)
