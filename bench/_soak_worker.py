@@ -94,7 +94,9 @@ def main() -> None:
     settings = FsSettings(
         root_dir=str(options.root), layout=options.layout, capacity=options.capacity, min_free=0
     )
-    tier = FsTierType().open(settings, NAMESPACE, {})
+    kind = FsTierType()
+    kind.preflight(settings, "soak")
+    tier = kind.open(settings, NAMESPACE, {})
     driver = ThreadedDriver("fs", lambda _: tier, THREADS)
     num_keys = 4 * options.capacity // (options.row_bytes + HEADER_BYTES)
     worker = Worker(driver, options.row_bytes, num_keys, options.seed)

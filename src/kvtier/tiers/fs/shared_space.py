@@ -70,10 +70,12 @@ class SharedSpace:
             given different ones go by the smallest.
         min_free_bytes: of the mount; of different ones the largest counts.
         owning: whether only this process can delete what it takes (`segments`). Then it takes much
-            at a time, and may owe.
+            at a time, and what it holds should be told with `measure_owned`.
         clock: seconds, monotonic.
 
     Attributes:
+        measure_owned: bytes on disk that only this process can delete, adopted stores included;
+            called with every report. To be set by whoever opens the tier.
         on_refused: called after a refusal.
 
     On a mount that is full or read-only it begins all the same, so that what lies there can be
@@ -103,7 +105,7 @@ class SharedSpace:
         self._returned = 0
         self._taken = [0, 0]  # in this and in the previous span of `RECENT_S`
         self._span_end = clock() + RECENT_S
-        self._owned = 0  # what was taken and adopted, less what was given back
+        self._owned = 0
         self._owed = 0
         self._largest = 0
         self._good_until = 0.0
@@ -114,6 +116,7 @@ class SharedSpace:
         self._free = 0
         self._told_differing = False
         self._joined = False
+        self.measure_owned: Callable[[], int] = _nothing
         self.on_refused: Callable[[], object] = _nothing
         self._why_not_joined: OSError | None = None
         self._device = os.stat(self.root).st_dev
@@ -166,13 +169,7 @@ class SharedSpace:
         nbytes = rounded(nbytes)
         with self._lock:
             self._returned += nbytes
-            self._owned -= nbytes
             self._owed = max(0, self._owed - nbytes)
-
-    def adopt(self, nbytes: int) -> None:
-        """Count bytes that lie on disk already as this process's; see `Space.adopt`."""
-        with self._lock:
-            self._owned += rounded(nbytes) if nbytes >= 0 else -rounded(-nbytes)
 
     def owed(self) -> int:
         """Bytes that this process should delete, as of the last exchange."""
@@ -197,7 +194,9 @@ class SharedSpace:
                 self._leave()
                 self._join()
                 return
+            owned = self.measure_owned()
             with self._lock:
+                self._owned = owned
                 idle = self._clock() - self._last_take > IDLE_S
                 if idle:
                     self._returned += self._spare
@@ -293,7 +292,6 @@ class SharedSpace:
         """Note what was taken just now. Called under the lock."""
         self._turn(now)
         self._taken[0] += need
-        self._owned += need
         self._last_take = now
 
     def _turn(self, now: float) -> None:
@@ -307,8 +305,7 @@ class SharedSpace:
         """What to tell; what was given back is told once. Called under the lock."""
         self._turn(now)
         returned = self._returned if now < self._good_until else 0
-        owned = max(0, self._owned) if self._owning else 0
-        told = Report(self._spare, sum(self._taken), returned, owned)
+        told = Report(self._spare, sum(self._taken), returned, self._owned)
         self._returned = 0
         return told
 
@@ -403,5 +400,6 @@ class SharedSpace:
         return rounded(max(share, _BLOCKS_PER_CHUNK * self._largest))
 
 
-def _nothing() -> None:
-    """What is done by default."""
+def _nothing() -> int:
+    """What is owned where nothing is."""
+    return 0
