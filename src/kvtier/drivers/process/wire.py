@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from kvtier.core.types import BlockKey
-from kvtier.drivers.base import TierCounters
+from kvtier.drivers.base import TOTALS, TierCounters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -127,14 +127,18 @@ class Report(_Message, frozen=True, tag=8):
     Attributes:
         ended: jobs.
         dropped: keys that the tier gave up.
-        counters: running totals, those jobs included.
+        totals: running totals, those jobs included: `TierCounters` in the order of `TOTALS`.
+        faults: failures by cause, if there are new ones.
+        figures: of the tier, if they changed.
         oldest_s: age of the oldest running task, in seconds.
         logs: see `LogRecord`.
     """
 
     ended: list[Ended]
     dropped: Annotated[list[_KeyBytes], msgspec.Meta(max_length=DROPPED_MAX)]
-    counters: TierCounters
+    totals: tuple[int | float, ...]
+    faults: dict[str, int] | None
+    figures: dict[str, float] | None
     oldest_s: float
     logs: Annotated[list[LogRecord], msgspec.Meta(max_length=LOGS_MAX)]
 
@@ -208,6 +212,21 @@ def from_process(frame: bytes) -> FromProcess:
         return _from_process.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(str(error)) from error
+
+
+def totals_of(counters: TierCounters) -> tuple[int | float, ...]:
+    """The numbers of a report."""
+    return tuple(getattr(counters, name) for name in TOTALS)
+
+
+def counters_of(
+    totals: tuple[int | float, ...], faults: dict[str, int], figures: dict[str, float]
+) -> TierCounters:
+    """What the reports of a process add up to."""
+    counters = TierCounters(faults=faults, figures=figures)
+    for name, total in zip(TOTALS, totals, strict=True):
+        setattr(counters, name, total)
+    return counters
 
 
 def bits_of(keys: Sequence[BlockKey], ok: frozenset[BlockKey]) -> bytes:

@@ -215,6 +215,8 @@ class Scanner:
     def _scan_stores(self, path: str, stores: int, place: Place) -> Iterator[bool]:
         seen = set()
         for name in sorted(os.listdir(stores)):
+            if is_temp(name):
+                continue  # a store in the making; whoever uses the namespace tidies up
             if _STORE.fullmatch(name):
                 with opened(name, stores, self._device) as directory:
                     if directory is not None:
@@ -232,8 +234,9 @@ class Scanner:
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(name, dir_fd=directory, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
-                    nbytes += rounded(status.st_size)
-                    if name == STORE_LOG:
+                    if SEGMENT.fullmatch(name):
+                        nbytes += rounded(status.st_size)
+                    elif name == STORE_LOG:
                         last_use = max(last_use, status.st_mtime_ns)
         # looking takes the lock for an instant, which an owner that comes back must not meet
         probed = self._now - last_use > _STORE_UNPROBED_NS

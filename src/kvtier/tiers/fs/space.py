@@ -23,12 +23,6 @@ class Space(Protocol):
         """Return bytes that were taken: not used after all, or deleted since."""
         ...
 
-    def adopt(self, nbytes: int) -> None:
-        """Count bytes that lie on disk already as this process's: of stores that it took over. Less
-        than 0: of stores that it let go of, or that others removed; nothing is given back by it.
-        """
-        ...
-
     def owed(self) -> int:
         """Bytes that this process should delete and give back soon: others wait for them, or the
         mount runs short of `min_free`. 0 most of the time.
@@ -46,9 +40,6 @@ class Unbounded:
         return True
 
     def give_back(self, nbytes: int) -> None:
-        """Nothing is counted."""
-
-    def adopt(self, nbytes: int) -> None:
         """Nothing is counted."""
 
     def owed(self) -> int:

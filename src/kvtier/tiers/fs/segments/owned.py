@@ -233,7 +233,6 @@ class OwnedStores:
         except OSError as error:  # a reader keeps the old bytes, a restart misses the file
             logger.debug("Segment %s goes without a record: %s", segment.file.path, error)
         freed = segment.store.remove_segment(number)
-        self.space.adopt(freed - segment.nbytes)  # 0 unless somebody cut or removed it
         if freed:
             self.space.give_back(freed)
             self._refused_until = float("-inf")
@@ -271,7 +270,6 @@ class OwnedStores:
             segment_table.resize(num_slots)
             segments.append(OwnedSegment(segment_table, file, store))
             numbers.remove(segment_table.number)
-        self.space.adopt(sum(segment.nbytes for segment in segments))
         num_blocks = len(table)
         double = self.slots.join(segments, table)
         with self._growing:
@@ -281,7 +279,6 @@ class OwnedStores:
         self.totals["lost_blocks"] += lost
         for number in numbers:  # nothing lies in them
             freed = store.remove_segment(number)
-            self.space.adopt(freed)
             self.space.give_back(freed)
         self.release(double)
 
@@ -291,15 +288,12 @@ class OwnedStores:
             if store not in self._stores:
                 return
             self._stores = tuple(other for other in self._stores if other is not store)
-        lost = 0
         for segment in self.slots.segments():
             if segment.store is store:
                 self.give_up(self.slots.remove(segment), "lost_blocks")
-                lost += segment.nbytes
         self.totals["lost_stores"] += 1
         with store.log.lock:
             freed = store.destroy()
-        self.space.adopt(freed - lost)
         if freed:
             self.space.give_back(freed)
 
@@ -362,7 +356,6 @@ class OwnedStores:
             if empty:
                 self.space.give_back(store.destroy())
             else:
-                self.space.adopt(-sum(segment.nbytes for segment in mine))
                 store.close()
         self.namespace_directory.close()
 

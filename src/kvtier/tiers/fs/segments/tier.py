@@ -198,6 +198,10 @@ class SegmentsTier:
             **{name: self._owned.totals[name] for name in TOTALS},
         }
 
+    def owned_bytes(self) -> int:
+        """Bytes of the segments that only this tier can give up, of adopted stores too."""
+        return sum(segment.nbytes for segment in self._owned.slots.segments())
+
     def maintain(self) -> None:
         """One round of upkeep, as it runs by itself every `upkeep_s` seconds."""
         self._upkeep.round()

@@ -198,7 +198,6 @@ class Upkeep:
             logger.warning("Removing %s, whose log is lost: %s", directory, error)
             self._owned.totals["lost_stores"] += 1
             freed = remove_store_files(directory)
-            self._owned.space.adopt(freed)
             self._owned.space.give_back(freed)
             os.close(lock)
         except BaseException:
