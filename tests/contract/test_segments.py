@@ -255,6 +255,16 @@ def test_short_reads_and_writes_are_continued(
     assert held(tier, range(5)) == set(range(5))
 
 
+def test_a_write_that_makes_no_progress_fails(
+    tier: SegmentsTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: 0)
+    with pytest.raises(OSError, match="takes no more bytes"):
+        put(tier, 1)
+    monkeypatch.undo()
+    assert held(tier, [1]) == set()
+
+
 def test_one_bad_block_of_a_run_costs_itself(
     tier: SegmentsTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +322,7 @@ def test_a_batch_of_blocks_that_do_not_fill_their_slots(tier: SegmentsTier, leng
     into = [bytearray(length) for _ in keys]
     assert tier.read_batch(keys, [buffers_of(content) for content in into]) == [None] * 5
     assert into == [block_of(k, length) for k in keys]
+    assert held(tier, range(5), length) == set(range(5)), "each lies at the start of its own slot"
 
 
 def test_a_block_of_another_length_is_replaced(tier: SegmentsTier) -> None:

@@ -21,6 +21,7 @@ from segments_world import (
     put,
     segments_of,
     stores_of,
+    vanish,
 )
 
 from kvtier.errors import MissingBlockError, TierFullError
@@ -259,6 +260,29 @@ def test_a_segment_that_was_cut_off_costs_what_is_cut(tmp_path: Path) -> None:
     assert held(tier, range(16)) == set(range(5))
     put(tier, *range(20, 30))
     assert held(tier, range(40)) == {*range(5), *range(20, 30)}
+    tier.close()
+
+
+def test_what_a_killed_owner_left_is_cleared_away(tmp_path: Path) -> None:
+    """A temporary file, a segment without a block, and one that was cut off since."""
+    capacity = Capacity(1 << 20)
+    tier = open_tier(tmp_path, capacity)
+    put(tier, *range(16))
+    put(tier, *range(16, 32))
+    for i in range(16, 32):
+        tier.delete(key_of(i))
+    vanish(tier)
+    first, second = segments_of(tmp_path)
+    temp = first.with_name("1-abc-0.tmp")
+    temp.touch()
+    os.truncate(first, 5 * SMALL + 7)
+    tier = open_tier(tmp_path, capacity)
+    assert not temp.exists()
+    assert not second.exists()
+    assert capacity.used == 16 * SMALL
+    assert held(tier, range(32)) == set(range(5))
+    assert tier.figures()["lost_blocks"] == 11
+    assert tier.figures()["upkeep_failures"] == 0
     tier.close()
 
 

@@ -105,6 +105,14 @@ def test_a_touch_is_remembered(tmp_path: Path) -> None:
     assert Record(PUT, key_of(1), 3, 0, SMALL, 10, 12) in told(tmp_path)
 
 
+def test_what_has_left_its_slot_cannot_leave_it_again(tmp_path: Path) -> None:
+    """A record about a block that lies elsewhere by now says nothing of the one that lies there."""
+    here = Record(PUT, key_of(1), 3, 0, SMALL, 10, 10)
+    late = [Record(EVICT, key_of(2), 3, 0), Record(TOUCH, key_of(2), 3, 0, used_ns=99)]
+    write_log(tmp_path, [here, *late])
+    assert told(tmp_path) == [here]
+
+
 def test_a_record_is_laid_out_as_documented() -> None:
     record = Record(PUT, key_of(1), 2, 3, 4, 5, 6)
     data = records.encode(record, 7)
