@@ -19,6 +19,7 @@ import re
 import stat
 from typing import TYPE_CHECKING
 
+from kvtier.tiers.fs.abilities import is_probe
 from kvtier.tiers.fs.accounts import rounded
 from kvtier.tiers.fs.inventory import NEVER, Inventory, Place, Shelf, Store
 from kvtier.tiers.fs.locks import try_lock
@@ -141,7 +142,11 @@ class Scanner:
                             place = inventory.places.setdefault(name, Place())
                             yield from self._scan_place(name, directory, place, now)
                             continue
-                elif name in _ROOT_NAMES or self._temp_bytes(root, name) is not None:
+                elif (
+                    name in _ROOT_NAMES
+                    or is_probe(name)
+                    or self._temp_bytes(root, name) is not None
+                ):
                     continue
                 self._note_foreign(name)
             for name in inventory.places.keys() - seen:
