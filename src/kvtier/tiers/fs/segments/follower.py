@@ -198,10 +198,14 @@ class Follower:
     def _reopen(self, limit: float) -> bool:
         """Begin anew with a log that was not seen yet, or that replaced the one that was."""
         reader = LogReader(self.directory)
-        if (reader.pending() or 0) > limit:
+        try:
+            if (reader.pending() or 0) > limit:
+                reader.close()
+                return False
+            reader.follow()
+        except BaseException:
             reader.close()
-            return False
-        reader.follow()
+            raise
         self._replace(reader)
         return True
 
@@ -222,7 +226,11 @@ class Follower:
             if self._closed or (self._reader is not None and self._reader.pending() is not None):
                 return
         reader = LogReader(self.directory)
-        reader.follow()
+        try:
+            reader.follow()
+        except BaseException:
+            reader.close()
+            raise
         with self._lock:
             self._replace(reader)
 
