@@ -218,6 +218,33 @@ def test_a_log_that_cannot_be_read_is_closed(
     reader.close()
 
 
+def test_an_owner_that_cannot_be_told_is_followed_on(tmp_path: Path) -> None:
+    """A read-only file system takes no requests, and serves what lies there."""
+    owner, reader = open_tier(tmp_path), open_tier(tmp_path)
+    put(owner, *range(4))
+    assert held(reader, range(4)) == set(range(4))
+    whole = os.open
+
+    def read_only(path: str, flags: int, *arguments: Any, **options: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return whole(path, flags, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", read_only)
+        for _ in range(3):
+            reader.maintain()
+            assert held(reader, range(4)) == set(range(4))
+        reader.delete(key_of(3))
+        assert held(reader, range(4)) == set(range(3))
+    shutil.rmtree(stores_of(tmp_path)[0])
+    reader.maintain()
+    assert held(reader, range(4)) == set()
+    assert reader.figures()["upkeep_failures"] == 0
+    owner.close()
+    reader.close()
+
+
 def test_a_segment_that_cannot_be_removed_is_removed_later(tmp_path: Path) -> None:
     capacity = Capacity(1 << 20)
     tier = open_tier(tmp_path, capacity)
