@@ -125,7 +125,9 @@ def test_files_that_others_put_there_count(use: Callable[..., Use]) -> None:
     it.write(0, 5)
     for i in range(100, 160):
         it.file(i).parent.mkdir(exist_ok=True)
-        it.file(i).write_bytes(block_of(key_of(i)))
+        temp = it.file(i).with_name(TempNames().new())
+        temp.write_bytes(block_of(key_of(i)))
+        temp.rename(it.file(i))  # whole at once, as a scan may take it to be
     until(lambda: usage(it.root) <= 40 * BLOCK_BYTES)
     until(it.is_exact)
 
