@@ -347,6 +347,25 @@ def test_what_lies_where_a_store_lay_is_left_alone(tmp_path: Path, how: str) -> 
     tier.close()
 
 
+@pytest.mark.parametrize("how", ["its lock is not there yet", "its lock is another"])
+def test_what_may_be_a_restored_store_is_left_alone(tmp_path: Path, how: str) -> None:
+    """Another directory, or one that was given the number of the former one."""
+    tier = open_tier(tmp_path)
+    put(tier, *range(16))
+    if how == "its lock is not there yet":
+        directory = replaced(tier, tmp_path)
+        (directory / "lock").unlink()
+    else:
+        (directory,) = stores_of(tmp_path)
+        (directory / "lock").rename(tmp_path / "aside")
+        (directory / "lock").touch()
+    before = contents(directory)
+    tier._owned.abandon(tier._owned.stores()[0])
+    assert contents(directory) == before
+    assert held(tier, range(16)) == set(range(16)), "it can be read"
+    tier.close()
+
+
 def test_the_next_segment_goes_to_the_store_that_is_there(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     put(tier, *range(16))
