@@ -27,7 +27,6 @@ class Capacity:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.used = 0
-        self.owned = 0
         self.debt = 0
         self.refusals = 0
 
@@ -36,17 +35,12 @@ class Capacity:
             self.refusals += 1
             return False
         self.used += nbytes
-        self.owned += nbytes
         return True
 
     def give_back(self, nbytes: int) -> None:
         self.used -= nbytes
-        self.owned -= nbytes
         self.debt = max(0, self.debt - nbytes)
         assert self.used >= 0, "more was given back than taken"
-
-    def adopt(self, nbytes: int) -> None:
-        self.owned += nbytes
 
     def owed(self) -> int:
         return self.debt

@@ -13,6 +13,7 @@ from kvtier.errors import ConfigError, MissingBlockError, TierError, TierUnreach
 from kvtier.testing.blocks import NAMESPACE, block_of, key_of
 from kvtier.testing.contract import TierContract
 from kvtier.tiers.base import SupportsDropped, SupportsFigures, Tier
+from kvtier.tiers.fs.capacity import Capacity
 from kvtier.tiers.fs.home import layout_of
 from kvtier.tiers.fs.marker import MARKER_FILE, mark, read_marker
 from kvtier.tiers.fs.medium import Medium
@@ -163,6 +164,22 @@ def test_the_capacity_is_kept_and_told(tmp_path: Path, layout: str) -> None:
             assert key_of(i) not in dropped
         except MissingBlockError:
             pass
+    tier.close()
+
+
+def test_evictions_of_the_layout_and_of_the_sweeper_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = opened(root_dir=str(tmp_path), layout="segments", capacity=4 << 20)
+    assert isinstance(tier, SupportsFigures)
+    for i in range(120):
+        TierContract.put(tier, key_of(i))
+    own = tier.figures()["evicted_blocks"]
+    assert own > 0
+    swept = {"evicted_blocks": 7.0, "free_bytes": 123.0}
+    monkeypatch.setattr(Capacity, "figures", lambda _: swept)
+    assert tier.figures()["evicted_blocks"] == own + 7
+    assert tier.figures()["free_bytes"] == 123, "of the root"
     tier.close()
 
 

@@ -157,14 +157,12 @@ class SegmentsMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self.tier.close()
-        assert self.capacity.owned == 0
         self.open()
         self.durable_uses = dict(self.uses)
 
     @rule()
     def crash(self) -> None:
         vanish(self.tier)
-        self.capacity.owned = 0
         self.open()
         self.uses = dict(self.durable_uses)
 
@@ -196,7 +194,7 @@ class SegmentsMachine(RuleBasedStateMachine):
         assert not self.tier._owned.slots._pins
         on_disk = sum(path.stat().st_size for path in segments_of(self.root))
         assert self.capacity.used == on_disk <= self.capacity.nbytes
-        assert self.capacity.owned == self.tier.figures()["used_bytes"] == on_disk
+        assert self.tier.owned_bytes() == self.tier.figures()["used_bytes"] == on_disk
         counts = self.tier._owned.slots.counts().values()
         blocks = sum(slots - free for slots, free in counts)
         assert blocks == self.tier.figures()["blocks"], "a slot leaked"

@@ -133,24 +133,21 @@ def test_a_medium_that_cannot_be_read(
 
 
 def test_a_mount_that_goes_away(
-    make_rig: MakeRig, layout: str, medium: LoopMount, caplog: pytest.LogCaptureFixture
+    make_rig: MakeRig, medium: LoopMount, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Files that are open stay usable; the path does not, and shows the disk below."""
     rig = start(make_rig, medium.point)
     medium.take_away()
     assert os.listdir(medium.point) == []
     keeps_failing(rig)
-    if layout == "files":
-        stores_fail(rig, Fault.UNREACHABLE, "vanished", "estale")
-        assert rig.lookup(*OLD).ok == frozenset()
-        assert rig.load(*OLD).ok == frozenset()
-        is_quiet(rig, caplog)
+    stores_fail(rig, Fault.UNREACHABLE, "vanished", "estale")
+    assert rig.lookup(*OLD).ok == frozenset()
+    assert rig.load(*OLD).ok == frozenset()
+    is_quiet(rig, caplog)
     assert os.listdir(medium.point) == [], "nothing is written to the disk below"
     medium.bring_back()
     stores_again(rig)
-    recovers(lambda: rig.load(*OLD).fault is None)
-    if layout == "files":
-        assert rig.load(*OLD) == WORKS
+    recovers(lambda: rig.load(*OLD) == WORKS)
 
 
 def test_a_directory_that_is_removed(

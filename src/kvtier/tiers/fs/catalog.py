@@ -24,8 +24,9 @@ from kvtier.tiers.fs.catalog_files import FileBlocks
 from kvtier.tiers.fs.catalog_findings import BLOCK_BYTES_MAX, Deleted, Findings
 from kvtier.tiers.fs.catalog_segments import SegmentBlocks
 from kvtier.tiers.fs.locks import try_lock, unlock
+from kvtier.tiers.fs.marker import MARKER_FILE
 from kvtier.tiers.fs.members import CONTROL_DIRECTORY
-from kvtier.tiers.fs.namespace_directory import NAMESPACE_FILE, ROOT_MARK
+from kvtier.tiers.fs.namespace_directory import NAMESPACE_FILE
 from kvtier.tiers.fs.segments.store import STORES_NAME
 from kvtier.tiers.fs.temporary import is_temp
 
@@ -39,7 +40,7 @@ DESCRIPTION_BYTES_MAX = 1 << 20
 """No description is longer; what is has been put there by somebody else."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_OURS_IN_ROOT = frozenset({ROOT_MARK, CONTROL_DIRECTORY})
+_OURS_IN_ROOT = frozenset({MARKER_FILE, CONTROL_DIRECTORY})
 _NOBODYS_IN_ROOT = frozenset({"lost+found"})
 
 

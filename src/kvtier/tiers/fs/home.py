@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _SEGMENTS_PER_CAPACITY = 32
 
+_TOTALS_OF_BOTH = ("evicted_blocks",)  # an owner of segments evicts, and so does a sweeper
+
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 _TOUCH_AGE_LOCAL_S = 1.0
@@ -246,8 +248,12 @@ class NamespaceTier:
         return dropped
 
     def figures(self) -> dict[str, float]:
-        """Of the layout and of the whole root; where both have one, the root's counts."""
-        return {**self._inner.figures(), **self._capacity.figures()}
+        """Of the layout and of the whole root. Where both have one, running totals add up, and of
+        levels the root's counts.
+        """
+        layout, root = self._inner.figures(), self._capacity.figures()
+        both = {name: layout.get(name, 0) + root.get(name, 0) for name in _TOTALS_OF_BOTH}
+        return {**layout, **root, **both}
 
     def close(self) -> None:
         """Close the namespace, and the root with its last one."""

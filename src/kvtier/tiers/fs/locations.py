@@ -7,30 +7,10 @@ second: `/data` and `/srv/cache` are one directory if both show `/x` of the same
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-MOUNTS = "/proc/self/mountinfo"
-
-_ESCAPED = re.compile(r"\\([0-7]{3})")
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """One line of the table of mounts.
-
-    Attributes:
-        device: `major:minor` of the file system.
-        inside: which directory of the file system is shown, e.g. `/` or `/x`.
-        point: where it is shown.
-        kind: type of the file system, e.g. `ext4`.
-    """
-
-    device: str
-    inside: PurePosixPath
-    point: PurePosixPath
-    kind: str
+from kvtier.tiers.fs.mounts import mounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +48,10 @@ def location_of(directory: Path) -> Location:
     path = PurePosixPath(os.path.realpath(directory, strict=True))
     number = os.stat(directory).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
-    around = [mount for mount in mounts() if path.is_relative_to(mount.point)]
+    try:
+        around = [mount for mount in mounts() if path.is_relative_to(mount.point)]
+    except FileNotFoundError:
+        around = []
     # a mount that was covered by a later one further up shows another device; where the table has
     # other devices than files do (btrfs), the deepest mount is the best guess
     same = [mount for mount in around if mount.device == device] or around
@@ -78,22 +61,3 @@ def location_of(directory: Path) -> Location:
     mount = [each for each in same if len(each.point.parts) == deepest][-1]
     inside = mount.inside / path.relative_to(mount.point)
     return Location(mount.device, inside, path, mount.kind)
-
-
-def mounts() -> list[Mount]:
-    """The mounts that this process sees, oldest first; none where the system has no such table."""
-    try:
-        with open(MOUNTS, encoding="utf-8", errors="surrogateescape") as table:
-            return [_decoded(line) for line in table]
-    except FileNotFoundError:
-        return []
-
-
-def _decoded(line: str) -> Mount:
-    fields = line.split(" ")
-    kind = fields[fields.index("-", 6) + 1]  # optional fields end with a dash
-    return Mount(fields[2], _path(fields[3]), _path(fields[4]), kind)
-
-
-def _path(field: str) -> PurePosixPath:
-    return PurePosixPath(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), field))

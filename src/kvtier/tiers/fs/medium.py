@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from kvtier.tiers.fs.io import ALIGNMENT, scratch
+from kvtier.tiers.fs.mounts import Mount, mounts
 from kvtier.tiers.fs.temporary import TempNames
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ _SHARED = frozenset(
         "wekafs",
     ]
 )
-_OCTAL = re.compile(r"\\([0-7]{3})")  # how mountinfo writes blanks and the like
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +85,14 @@ class Medium:
             OSError: it does not exist or cannot be asked.
         """
         real = os.path.realpath(path, strict=True)
-        mount_point, device, file_system, source = _mount_of(real)
+        mount = _mount_of(PurePosixPath(real))
         found = os.statvfs(real)
         return Medium(
-            mount_point=mount_point,
-            file_system=file_system,
-            source=source,
-            device=device,
-            shared=is_shared(file_system),
+            mount_point=str(mount.point),
+            file_system=mount.kind,
+            source=mount.source,
+            device=mount.device,
+            shared=is_shared(mount.kind),
             total_bytes=found.f_blocks * found.f_frsize,
             free_bytes=found.f_bavail * found.f_frsize,
             block_bytes=found.f_bsize,
@@ -150,24 +150,10 @@ def probe_direct(directory: Path | str) -> DirectProbe:
     return DirectProbe(True, "a page was written and read back with O_DIRECT")
 
 
-def _mount_of(real: str) -> tuple[str, str, str, str]:
-    """Mount point, device, type and source of the file system that a real path is on."""
-    best = ("", "", "unknown", "")
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            mount, _, kind = line.partition(" - ")
-            _, _, device, _, point, *_ = mount.split()
-            file_system, source, *_ = kind.split()
-            point = _plain(point)
-            # of two at one point the later hides the earlier
-            if len(point) >= len(best[0]) and _lies_in(real, point):
-                best = (point, device, file_system, _plain(source))
-    return best
-
-
-def _lies_in(path: str, directory: str) -> bool:
-    return path == directory or path.startswith(directory.rstrip("/") + "/")
-
-
-def _plain(text: str) -> str:
-    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
+def _mount_of(real: PurePosixPath) -> Mount:
+    """Of the file system that a path without links is on."""
+    around = [mount for mount in mounts() if real.is_relative_to(mount.point)]
+    if not around:
+        return Mount("", real, PurePosixPath("/"), "unknown", "")
+    deepest = max(len(mount.point.parts) for mount in around)
+    return [mount for mount in around if len(mount.point.parts) == deepest][-1]

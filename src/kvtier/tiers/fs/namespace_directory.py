@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE_FILE = "namespace.json"
 
-ROOT_MARK = MARKER_FILE
-
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -207,10 +205,10 @@ def check_same_root(root: str, device: int) -> int:
             place.
     """
     now = os.stat(root).st_dev
-    if now != device and not os.path.lexists(os.path.join(root, ROOT_MARK)):
+    if now != device and not os.path.lexists(os.path.join(root, MARKER_FILE)):
         raise OSError(
             errno.ESTALE,
-            f"another file system than before, without {ROOT_MARK}: was it unmounted?",
+            f"another file system than before, without {MARKER_FILE}: was it unmounted?",
             root,
         )
     return now

@@ -19,6 +19,7 @@ import msgspec
 
 from kvtier.tiers.fs.io import open_file, read_all, scratch, write_all
 from kvtier.tiers.fs.medium import Medium
+from kvtier.tiers.fs.members import CONTROL_DIRECTORY
 from kvtier.tiers.fs.namespace_directory import FILE_MODE, WRITE_FLAGS, make_directory, own_mode
 from kvtier.tiers.fs.temporary import TempNames
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CONTROL_DIRECTORY = ".kvtier"
 PROBE_FILE = "probe.json"
 
 LOCAL_THREADS = 8

@@ -23,8 +23,9 @@ from kvtier.tiers.fs.abilities import is_probe
 from kvtier.tiers.fs.accounts import rounded
 from kvtier.tiers.fs.inventory import NEVER, Inventory, Place, Shelf, Store
 from kvtier.tiers.fs.locks import try_lock
+from kvtier.tiers.fs.marker import MARKER_FILE
 from kvtier.tiers.fs.members import CONTROL_DIRECTORY, NAMESPACE
-from kvtier.tiers.fs.namespace_directory import NAMESPACE_FILE, ROOT_MARK
+from kvtier.tiers.fs.namespace_directory import NAMESPACE_FILE
 from kvtier.tiers.fs.temporary import is_stale_temp, is_temp
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 RACY_NS = 2_000_000_000
 FOREIGN_REMEMBERED_MAX = 1000
+FOREIGN_NAMED_MAX = 3
 STORES_DIRECTORY = "stores"
 STORE_LOCK = "lock"
 STORE_LOG = "index.log"
@@ -42,7 +44,7 @@ SEGMENT = re.compile(r"\d+\.segment")
 _SHELF = re.compile(r"[0-9a-f]{3}")
 _STORE = re.compile(r"[0-9a-f]{16}")
 _KEY = re.compile(r"(?:[0-9a-f]{2}){2,128}")
-_ROOT_NAMES = (CONTROL_DIRECTORY, ROOT_MARK, "lost+found")
+_ROOT_NAMES = (CONTROL_DIRECTORY, MARKER_FILE, "lost+found")
 _STORE_UNPROBED_NS = 5_000_000_000  # whoever used it just now is alive, or about to be replaced
 
 
@@ -107,6 +109,7 @@ class Scanner:
         self._root = root
         self._inventory = inventory
         self._told_foreign: set[str] = set()
+        self._new_foreign: list[str] = []
         self._device = 0
         self._full = True
         self._now = 0
@@ -129,6 +132,7 @@ class Scanner:
         self._full = full
         inventory.foreign.clear()
         inventory.num_foreign = 0
+        self._new_foreign.clear()
         root = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._device = os.fstat(root).st_dev
@@ -142,17 +146,14 @@ class Scanner:
                             place = inventory.places.setdefault(name, Place())
                             yield from self._scan_place(name, directory, place, now)
                             continue
-                elif (
-                    name in _ROOT_NAMES
-                    or is_probe(name)
-                    or self._temp_bytes(root, name) is not None
-                ):
-                    continue
-                self._note_foreign(name)
+                ours = name in _ROOT_NAMES or is_probe(name)
+                if not ours and self._temp_bytes(root, name) is None:
+                    self._note_foreign(name)
             for name in inventory.places.keys() - seen:
                 del inventory.places[name]
         finally:
             os.close(root)
+        self._tell_foreign()
 
     def _scan_place(
         self, name: str, directory: int, place: Place, now: Callable[[], int]
@@ -264,10 +265,25 @@ class Scanner:
         return 0
 
     def _note_foreign(self, path: str) -> None:
+        if not os.path.lexists(os.path.join(self._root, path)):
+            return  # it was ours, and was removed since it was listed
         inventory = self._inventory
         inventory.num_foreign += 1
         if len(inventory.foreign) < FOREIGN_REMEMBERED_MAX:
             inventory.foreign.append(path)
         if len(self._told_foreign) < FOREIGN_REMEMBERED_MAX and path not in self._told_foreign:
             self._told_foreign.add(path)
-            logger.warning("%s/%s is not kvtier's and is left alone", self._root, path)
+            self._new_foreign.append(path)
+
+    def _tell_foreign(self) -> None:
+        """One line for all that was not told before."""
+        new = self._new_foreign
+        if new:
+            logger.warning(
+                "%s holds %d files and directories that are not kvtier's and are left alone; new "
+                "ones are %s%s",
+                self._root,
+                self._inventory.num_foreign,
+                ", ".join(new[:FOREIGN_NAMED_MAX]),
+                f" and {len(new) - FOREIGN_NAMED_MAX} more" if len(new) > FOREIGN_NAMED_MAX else "",
+            )

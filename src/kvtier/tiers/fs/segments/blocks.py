@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import os
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvtier.errors import MissingBlockError, TierFullError
+from kvtier.errors import MissingBlockError
 from kvtier.tiers.fs.segments.owned import FULL
 from kvtier.tiers.fs.segments.records import MAX_KEY_BYTES, PUT, Record
 from kvtier.tiers.fs.segments.segment import Piece, move
@@ -150,9 +150,7 @@ class OwnedBlocks:
                 continue
             for item in group[len(places) :]:
                 self._owned.totals["full_blocks"] += 1
-                failures[item.position] = TierFullError(
-                    "no space for another segment, and no block that could make room"
-                )
+                failures[item.position] = self._owned.full_error()
             self._write_to(list(zip(group, places, strict=False)), failures)
 
     def _write_to(
@@ -212,12 +210,13 @@ class OwnedBlocks:
                 if error.errno not in FULL:
                     raise
                 count = 0
+            refusal = store.log.cramped
             for (item, place), record in zip(group[:count], records, strict=False):
                 del unused[place.location]
                 leaving += self._slots.publish(item.key, place, item.length, record.created_ns)
         if count < len(group):
             self._owned.shrink()  # the next write finds room for its record
         for item, _ in group[count:]:
-            failures[item.position] = OSError(errno.ENOSPC, "no space left for the log")
+            failures[item.position] = OSError(refusal, f"{os.strerror(refusal)}, for the log")
         self._owned.release(leaving)
         store.log.sync()

@@ -132,14 +132,14 @@ class Follower:
         """Forget a block here and now, and ask its owner to.
 
         Raises:
-            OSError: the owner cannot be asked.
+            FileNotFoundError: the store is gone.
         """
         with self._lock:
             found = None if self._reader is None else self._reader.table.find(key)
             if found is not None and self._reader is not None:
                 self._reader.table.clear(*found)
         if found is not None:
-            request(self.directory, [Record(EVICT, key)])
+            self._ask([Record(EVICT, key)])
 
     def tend(self) -> list[BlockKey]:
         """Catch up with the log however long it is, tell the owner what was used, and close the
@@ -163,7 +163,7 @@ class Follower:
             for number in self._files.keys() - live:
                 self._files.pop(number).retire()
         if records:
-            request(self.directory, records)
+            self._ask(records)
         return gone
 
     def close(self) -> list[BlockKey]:
@@ -180,6 +180,20 @@ class Follower:
                 self._reader.close()
                 self._reader = None
             return keys
+
+    def _ask(self, records: Sequence[Record]) -> None:
+        """Tell the owner something that it can do without: a disk that is full or read-only still
+        serves what lies there.
+
+        Raises:
+            FileNotFoundError: the store is gone.
+        """
+        try:
+            request(self.directory, records)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            logger.debug("The owner of %s is not told: %s", self.directory, error)
 
     def _look(self, limit: float) -> bool:
         if self._closed:
@@ -198,10 +212,14 @@ class Follower:
     def _reopen(self, limit: float) -> bool:
         """Begin anew with a log that was not seen yet, or that replaced the one that was."""
         reader = LogReader(self.directory)
-        if (reader.pending() or 0) > limit:
+        try:
+            if (reader.pending() or 0) > limit:
+                reader.close()
+                return False
+            reader.follow()
+        except BaseException:
             reader.close()
-            return False
-        reader.follow()
+            raise
         self._replace(reader)
         return True
 
@@ -222,7 +240,11 @@ class Follower:
             if self._closed or (self._reader is not None and self._reader.pending() is not None):
                 return
         reader = LogReader(self.directory)
-        reader.follow()
+        try:
+            reader.follow()
+        except BaseException:
+            reader.close()
+            raise
         with self._lock:
             self._replace(reader)
 
@@ -313,7 +335,7 @@ class Followers:
         for follower in self.all():
             try:
                 follower.delete(key)
-            except OSError as error:
+            except FileNotFoundError as error:
                 self._lose(follower, error)
 
     def tend(self) -> None:

@@ -18,7 +18,14 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvtier.tiers.fs.io import sync_directory
-from kvtier.tiers.fs.segments.paths import create_file, open_file, reserve, temp_name
+from kvtier.tiers.fs.segments.paths import (
+    create_file,
+    is_at,
+    open_file,
+    reserve,
+    status_of,
+    temp_name,
+)
 from kvtier.tiers.fs.segments.records import (
     HEADER_BYTES,
     RECORD_BYTES,
@@ -58,7 +65,8 @@ class Log:
 
     Attributes:
         lock: see 3.
-        cramped: an append failed since the log was rewritten last; a shorter log may help.
+        cramped: number of the error of the last append that failed since the log was rewritten
+            last, 0 if none did; a shorter log may help.
     """
 
     def __init__(
@@ -72,7 +80,7 @@ class Log:
         self._durable = durable
         self._closed = False
         self._reserved = end
-        self.cramped = False
+        self.cramped = 0
         # the number of the descriptor never changes: rewriting puts another file behind it
         self._sync = GroupSync(self._sync_once)
 
@@ -89,8 +97,8 @@ class Log:
     def is_whole(self) -> bool:
         """Whether the file is still there, and as long as this process made it."""
         with self.lock:  # not between a write and the note that it was made
-            found = os.fstat(self._descriptor)
-            return found.st_nlink > 0 and found.st_size >= self._end
+            found = status_of(self._descriptor)
+            return found is not None and found.st_size >= self._end
 
     def append(self, records: Sequence[Record]) -> int:
         """Write records behind the others; the caller holds `lock`.
@@ -115,7 +123,7 @@ class Log:
         count = written // RECORD_BYTES
         self._end += count * RECORD_BYTES
         if error is not None:
-            self.cramped = True
+            self.cramped = error.errno or errno.EIO
             with contextlib.suppress(OSError):  # a reader must not see it turn into something else
                 os.ftruncate(self._descriptor, self._end)
             if count == 0:
@@ -139,7 +147,8 @@ class Log:
             next_segment: a number that no segment has had.
 
         Raises:
-            OSError: the disk is full, say; the old log is still in use.
+            OSError: the disk is full, say; the old log is still in use. ESTALE if another file lies
+                where it lay.
         """
         with self.lock:
             self._assert_open()
@@ -165,11 +174,14 @@ class Log:
                     position += len(data)
                 if self._durable:
                     os.fdatasync(descriptor)
-                os.rename(temp, os.path.join(self._directory, LOG_NAME))
+                path = os.path.join(self._directory, LOG_NAME)
+                if not is_at(path, self._descriptor):
+                    raise OSError(errno.ESTALE, f"{path} is not what it was")
+                os.rename(temp, path)
                 os.dup2(descriptor, self._descriptor, inheritable=False)
                 self._header = header
                 self._end = self._reserved = end
-                self.cramped = False
+                self.cramped = 0
             if self._durable:
                 sync_directory(self._directory)
         except BaseException:

@@ -10,6 +10,7 @@ So a slot that may be written has no block according to the log, and a block in 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -17,7 +18,9 @@ import threading
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
+from kvtier.errors import TierFullError
 from kvtier.tiers.fs.namespace_directory import NamespaceDirectory
+from kvtier.tiers.fs.segments.adoption import open_segments
 from kvtier.tiers.fs.segments.places import OwnedSegment, by_store
 from kvtier.tiers.fs.segments.records import EVICT, TOUCH, Record
 from kvtier.tiers.fs.segments.slots import Slots
@@ -97,8 +100,10 @@ class OwnedStores:
         self._durable = durable
         self._clock = clock
         self._stores: tuple[Store, ...] = ()  # replaced, never changed
-        self._growing = threading.RLock()  # guards `_stores` and the making of segments
+        self._growing = threading.RLock()  # guards `_stores`, `_left`, the making of segments
         self._refused_until = float("-inf")
+        self._refusal = 0  # error of the disk when it refused a segment; 0 if the capacity did
+        self._left: list[tuple[Store, int]] = []  # segments given up, to be removed
         self.namespace_directory = NamespaceDirectory(root, namespace, description, durable)
         self.directory = os.path.join(self.namespace_directory.path, STORES_NAME)
 
@@ -176,26 +181,31 @@ class OwnedStores:
     def _create_segment(self, slot_bytes: int, num_slots: int) -> bool:
         """Make a segment; False if there is no space for it. The caller holds `_growing`."""
         nbytes = slot_bytes * num_slots
+        self._refusal = 0
         if not self.space.take(nbytes):
             return False
         try:
             store = self._home()
-            try:
-                number, file = store.create_segment(nbytes)
-            except FileNotFoundError:
-                if store.is_whole():
-                    raise
-                self.abandon(store)  # it was wiped
+            if not store.is_whole():
+                self.abandon(store)
                 store = self._home()
-                number, file = store.create_segment(nbytes)
+            number, file = store.create_segment(nbytes)
         except OSError as error:
             self.space.give_back(nbytes)
             if error.errno in FULL:
+                self._refusal = error.errno
                 self.totals["full_disk"] += 1
                 return False
             raise
         self.slots.add(OwnedSegment(SegmentTable(number, slot_bytes, num_slots), file, store))
         return True
+
+    def full_error(self) -> TierFullError:
+        """Why there was no room, to be raised. Its cause tells a full disk from a capacity."""
+        error = TierFullError("no space for another segment, and no block that could make room")
+        if refusal := self._refusal:
+            error.__cause__ = OSError(refusal, os.strerror(refusal), self.directory)
+        return error
 
     def _evict(self, slot_bytes: int, count: int) -> bool:
         """Whether there is a hope of more free slots now, by giving up blocks."""
@@ -222,6 +232,9 @@ class OwnedStores:
 
         Returns:
             The bytes that were given back; 0 if the file was gone already.
+
+        Raises:
+            OSError: the file cannot be removed now: see `remove_left`.
         """
         blocks = self.slots.remove(segment)
         self.give_up(blocks, total)
@@ -232,7 +245,32 @@ class OwnedStores:
                 segment.store.log.append(records)
         except OSError as error:  # a reader keeps the old bytes, a restart misses the file
             logger.debug("Segment %s goes without a record: %s", segment.file.path, error)
-        freed = segment.store.remove_segment(number)
+        return self._remove_file(segment.store, number)
+
+    def remove_left(self) -> None:
+        """Try again to remove the files of segments that were given up.
+
+        Raises:
+            OSError: one of them still cannot be removed.
+        """
+        with self._growing:
+            left, self._left = self._left, []
+        while left:
+            try:
+                self._remove_file(*left.pop())
+            except OSError:
+                with self._growing:
+                    self._left += left
+                raise
+
+    def _remove_file(self, store: Store, number: int) -> int:
+        try:
+            freed = store.remove_segment(number)
+        except OSError:
+            with self._growing:
+                if store in self._stores:
+                    self._left.append((store, number))
+            raise
         if freed:
             self.space.give_back(freed)
             self._refused_until = float("-inf")
@@ -248,46 +286,34 @@ class OwnedStores:
         """Take in a store of a process that is gone.
 
         Raises:
-            OSError: the medium failed.
+            OSError: the medium failed. If that was before the store was taken in, it still is the
+                caller's to close.
         """
         store.sweep()
-        numbers = set(store.segment_numbers())
-        segments: list[OwnedSegment] = []
-        lost = 0
-        for segment_table in list(table.segments.values()):
-            file = None
-            if segment_table.live and segment_table.number in numbers:
-                try:
-                    file = store.open_segment(segment_table.number)
-                except OSError as error:
-                    logger.warning("A segment of %s is lost: %s", store.directory, error)
-            if file is None:
-                lost += len(table.remove(segment_table))
-                continue
-            num_slots = max(0, file.nbytes()) // segment_table.slot_bytes
-            for slot in range(num_slots, len(segment_table.keys)):
-                lost += table.clear(segment_table, slot) is not None
-            segment_table.resize(num_slots)
-            segments.append(OwnedSegment(segment_table, file, store))
-            numbers.remove(segment_table.number)
+        segments, empty, lost = open_segments(store, table)
         num_blocks = len(table)
         double = self.slots.join(segments, table)
         with self._growing:
             self._stores += (store,)
+            self._left += [(store, number) for number in empty]
         self.totals["adopted_stores"] += 1
         self.totals["adopted_blocks"] += num_blocks - len(double)
         self.totals["lost_blocks"] += lost
-        for number in numbers:  # nothing lies in them
-            freed = store.remove_segment(number)
-            self.space.give_back(freed)
+        with contextlib.suppress(OSError):  # the upkeep tries again
+            self.remove_left()
         self.release(double)
 
     def abandon(self, store: Store) -> None:
-        """A store was wiped, or its log was: its blocks are lost, and what is left of it goes."""
+        """A store was wiped, or its log was: its blocks are lost, and what is left of it goes. One
+        that lies elsewhere now is let go of only, and taken over anew should it come back.
+
+        Raises:
+            OSError: the medium failed.
+        """
         with self._growing:
             if store not in self._stores:
                 return
-            self._stores = tuple(other for other in self._stores if other is not store)
+            self._forget(store)
         for segment in self.slots.segments():
             if segment.store is store:
                 self.give_up(self.slots.remove(segment), "lost_blocks")
@@ -322,8 +348,8 @@ class OwnedStores:
                 segment.store is store for segment in self.slots.segments()
             ):
                 return
-            self._stores = tuple(other for other in self._stores if other is not store)
-        store.destroy()
+            self._forget(store)
+        self.space.give_back(store.destroy())
 
     def flush_uses(self) -> None:
         """Write to the logs which blocks were used since the last time.
@@ -358,6 +384,11 @@ class OwnedStores:
             else:
                 store.close()
         self.namespace_directory.close()
+
+    def _forget(self, store: Store) -> None:
+        """Take a store off the list. The caller holds `_growing`."""
+        self._stores = tuple(other for other in self._stores if other is not store)
+        self._left = [left for left in self._left if left[0] is not store]
 
     def _home(self) -> Store:
         """The store that takes new segments. The caller holds `_growing`."""

@@ -16,6 +16,7 @@ TEMP_SUFFIX = ".tmp"
 _CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,13 +35,14 @@ def create_file(path: str) -> int:
     """A descriptor, for reading and writing, of a file that was not there.
 
     Raises:
-        OSError: it cannot be made, or is there.
+        OSError: it cannot be made, or is there; nothing is left behind.
     """
     descriptor = os.open(path, _CREATE_FLAGS, FILE_MODE)
     try:
         own_mode(descriptor)
     except BaseException:
         os.close(descriptor)
+        os.unlink(path)
         raise
     return descriptor
 
@@ -52,10 +54,53 @@ def open_file(path: str, flags: int) -> int:
         OSError: it is not there, or something else.
     """
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is not an ordinary file")
+    except BaseException:
         os.close(descriptor)
-        raise OSError(f"{path} is not an ordinary file")
+        raise
     return descriptor
+
+
+def status_of(descriptor: int) -> os.stat_result | None:
+    """What an open file is; None if it has no name any more, or its server does not know it.
+
+    Raises:
+        OSError: the medium failed.
+    """
+    try:
+        found = os.fstat(descriptor)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        return None
+    return found if found.st_nlink else None
+
+
+def is_at(path: str, descriptor: int) -> bool:
+    """Whether a path leads to the file that is open. It does not if the file was removed or moved,
+    or something else was mounted over it.
+
+    Raises:
+        OSError: the medium failed.
+    """
+    there, mine = status_at(path), status_of(descriptor)
+    return there is not None and mine is not None and os.path.samestat(there, mine)
+
+
+def status_at(path: str) -> os.stat_result | None:
+    """What a path leads to, itself no link; None if that is nothing.
+
+    Raises:
+        OSError: the medium failed.
+    """
+    try:
+        return os.stat(path, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+        return None
 
 
 def allocate(descriptor: int, nbytes: int) -> None:

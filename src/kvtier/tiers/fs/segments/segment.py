@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.errors import MissingBlockError
-from kvtier.tiers.fs.segments.paths import allocate, create_file, open_file
+from kvtier.tiers.fs.segments.paths import allocate, create_file, open_file, status_of
 from kvtier.tiers.fs.segments.sync import GroupSync
 
 if TYPE_CHECKING:
@@ -69,9 +69,13 @@ class SegmentFile:
                     self._close()
 
     def nbytes(self) -> int:
-        """Length of the file; -1 once it has no name any more."""
-        found = os.fstat(self._buffered)
-        return found.st_size if found.st_nlink else -1
+        """Length of the file; -1 once it has no name any more.
+
+        Raises:
+            OSError: the medium failed.
+        """
+        found = status_of(self._buffered)
+        return -1 if found is None else found.st_size
 
     def read(self, offset: int, into: Sequence[memoryview]) -> int:
         """Fill `into` from `offset` on; one call unless it comes up short.
@@ -134,8 +138,12 @@ class SegmentFile:
             descriptor = open_file(self.path, flags | os.O_DIRECT)
         except OSError:
             return -1  # a file system without it
-        if os.path.samestat(os.fstat(descriptor), os.fstat(self._buffered)):
-            return descriptor
+        try:
+            if os.path.samestat(os.fstat(descriptor), os.fstat(self._buffered)):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
         os.close(descriptor)
         return -1
 
@@ -182,7 +190,12 @@ def open_segment(directory: str, number: int, direct: bool, *, writable: bool) -
         OSError: it is not, or is something else.
     """
     path = segment_path(directory, number)
-    return SegmentFile(path, open_file(path, os.O_RDWR if writable else os.O_RDONLY), direct)
+    descriptor = open_file(path, os.O_RDWR if writable else os.O_RDONLY)
+    try:
+        return SegmentFile(path, descriptor, direct)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 class Piece(NamedTuple):

@@ -22,7 +22,14 @@ from kvtier.tiers.fs.segments.log import (
     read_records,
     write_records,
 )
-from kvtier.tiers.fs.segments.paths import TEMP_SUFFIX, create_file, open_file, temp_name
+from kvtier.tiers.fs.segments.paths import (
+    TEMP_SUFFIX,
+    create_file,
+    is_at,
+    open_file,
+    status_at,
+    temp_name,
+)
 from kvtier.tiers.fs.segments.records import Header, Record
 from kvtier.tiers.fs.segments.segment import (
     SegmentFile,
@@ -58,6 +65,9 @@ class Store:
         next_segment: a number that no segment of the store has had.
         direct: try direct I/O.
         durable: sync names of new files.
+
+    Raises:
+        OSError: the directory cannot be looked at.
     """
 
     def __init__(
@@ -67,6 +77,8 @@ class Store:
         self.log = log
         self.next_segment = next_segment
         self._lock = lock
+        found = os.stat(directory)
+        self._identity = (found.st_dev, found.st_ino)
         self._direct = direct
         self._durable = durable
 
@@ -76,8 +88,13 @@ class Store:
         return os.path.basename(self.directory)
 
     def is_whole(self) -> bool:
-        """Whether lock, log and directory still are what this process made or found."""
-        return os.fstat(self._lock).st_nlink > 0 and self.log.is_whole()
+        """Whether lock, log and directory still are what this process made or found, and lie where
+        they lay.
+
+        Raises:
+            OSError: the medium failed.
+        """
+        return self._is_here() and self.log.is_whole()
 
     def create_segment(self, nbytes: int) -> tuple[int, SegmentFile]:
         """A new segment of `nbytes`, and its number. One caller at a time.
@@ -88,8 +105,13 @@ class Store:
         number = self.next_segment
         file = create_segment(self.directory, number, nbytes, self._direct)
         self.next_segment = number + 1
-        if self._durable:
-            sync_directory(self.directory)
+        try:
+            if self._durable:
+                sync_directory(self.directory)
+        except BaseException:
+            file.retire()
+            os.unlink(file.path)
+            raise
         return number, file
 
     def open_segment(self, number: int) -> SegmentFile:
@@ -106,11 +128,13 @@ class Store:
         return sorted(number for number in numbers if number is not None)
 
     def remove_segment(self, number: int) -> int:
-        """Remove the file of a segment; its length, or 0 if it was not there.
+        """Remove the file of a segment; its length, or 0 if it was not there, or the store is not.
 
         Raises:
             OSError: the medium failed.
         """
+        if not self._is_here():
+            return 0
         return _remove(segment_path(self.directory, number))
 
     def take_requests(self, now_s: float) -> list[Record]:
@@ -147,17 +171,38 @@ class Store:
     def close(self) -> None:
         """Let go of the store; whoever locks it next owns it."""
         self.log.close()
-        os.close(self._lock)
+        lock, self._lock = self._lock, -1
+        os.close(lock)
 
     def destroy(self) -> int:
-        """Remove the store, and let go of it; the bytes of the segments that were removed."""
+        """Remove the store, and let go of it; the bytes of the segments that were removed. What was
+        mounted or restored where the store lay is left alone.
+
+        Raises:
+            OSError: the medium failed; the store is let go of.
+        """
         freed = 0
         try:
-            with contextlib.suppress(FileNotFoundError):
-                freed = remove_store_files(self.directory)
+            if self._lies_there():
+                with contextlib.suppress(FileNotFoundError):
+                    freed = remove_store_files(self.directory)
         finally:
             self.close()
         return freed
+
+    def _is_here(self) -> bool:
+        if self._lock < 0:
+            return False  # it was let go of
+        return is_at(os.path.join(self.directory, LOCK_NAME), self._lock)
+
+    def _lies_there(self) -> bool:
+        """Whether the path leads to this store, which may have lost its lock. While the lock is
+        open, no other file system has the number of its device.
+        """
+        found = status_at(self.directory)
+        if found is None or (found.st_dev, found.st_ino) != self._identity:
+            return False
+        return status_at(os.path.join(self.directory, LOCK_NAME)) is None or self._is_here()
 
 
 def create_store(stores: str, namespace: str, *, direct: bool, durable: bool) -> Store:
@@ -192,11 +237,14 @@ def create_store(stores: str, namespace: str, *, direct: bool, durable: bool) ->
         with contextlib.suppress(OSError):
             remove_store_files(temp)
         raise
-    if durable:
-        sync_directory(stores)
-        sync_directory(os.path.dirname(stores))
-    log, table = open_log(directory, durable)
-    return Store(directory, lock, log, table.next_segment, direct, durable)
+    try:
+        if durable:
+            sync_directory(stores)
+            sync_directory(os.path.dirname(stores))
+        return adopt_store(directory, lock, direct=direct, durable=durable)[0]
+    except BaseException:
+        os.close(lock)
+        raise
 
 
 def lock_store(directory: str) -> int | None:
@@ -234,11 +282,15 @@ def adopt_store(directory: str, lock: int, *, direct: bool, durable: bool) -> tu
 
     Raises:
         DamagedHeaderError, OtherVersionError: see `decode_header`.
-        OSError: the medium failed, or the log is not there.
+        OSError: the medium failed, or the log is not there; the lock is still the caller's.
     """
     log, table = open_log(directory, durable)
-    store = Store(directory, lock, log, table.next_segment, direct, durable)
-    store.next_segment = max([store.next_segment, *(n + 1 for n in store.segment_numbers())])
+    try:
+        store = Store(directory, lock, log, table.next_segment, direct, durable)
+        store.next_segment = max([store.next_segment, *(n + 1 for n in store.segment_numbers())])
+    except BaseException:
+        log.close()
+        raise
     return store, table
 
 

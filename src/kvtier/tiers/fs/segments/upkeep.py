@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -82,7 +83,7 @@ class Upkeep:
                 left -= 0  # taking it over shows what is wrong
             if left >= 0:
                 self._guard(self._adopt, directory)
-        self._followers.look()
+        self._guard(self._followers.look)
         if not self._locks:
             self._caught_up.set()
 
@@ -103,6 +104,7 @@ class Upkeep:
             self._check,
             self._owned.flush_uses,
             self._obey,
+            self._owned.remove_left,
             self._pay,
             self._compact,
             self._lock_orphans,
@@ -119,11 +121,14 @@ class Upkeep:
         self._locks.clear()
 
     def _check(self) -> None:
-        """Notice stores and segments that were removed or cut off by hand."""
+        """Notice stores and segments that were removed or cut off by hand, or that lie on a file
+        system that was unmounted since.
+        """
         for store in self._owned.stores():
             if not store.is_whole():
                 logger.warning(
-                    "%s was removed or changed by hand: its blocks are lost", store.directory
+                    "%s was removed, changed by hand or unmounted: its blocks are lost",
+                    store.directory,
                 )
                 self._owned.abandon(store)
         for segment in self._owned.slots.segments():
@@ -197,9 +202,11 @@ class Upkeep:
         except (DamagedHeaderError, FileNotFoundError) as error:
             logger.warning("Removing %s, whose log is lost: %s", directory, error)
             self._owned.totals["lost_stores"] += 1
-            freed = remove_store_files(directory)
+            try:
+                freed = remove_store_files(directory)
+            finally:
+                os.close(lock)
             self._owned.space.give_back(freed)
-            os.close(lock)
         except BaseException:
             os.close(lock)
             raise
@@ -216,7 +223,9 @@ class Upkeep:
         """Remove stores without blocks, and what is left of stores that were never finished; and
         hold the namespace, if somebody kept this process from it before.
         """
-        self._owned.namespace_directory.hold()
+        namespace = self._owned.namespace_directory
+        with contextlib.suppress(FileNotFoundError):  # made anew by the next block
+            namespace.hold_again(os.stat(namespace.path))
         for store in self._owned.stores()[1:]:
             self._owned.drop_empty(store)
         if os.path.isdir(self._owned.directory):
