@@ -84,6 +84,7 @@ class BuiltIn:
 TIER_TYPES: Mapping[str, BuiltIn] = {
     "fs": BuiltIn("kvtier.tiers.fs.tier_type:FsTierType"),
     "memory": BuiltIn("kvtier.tiers.memory:MemoryTierType"),
+    "valkey": BuiltIn("kvtier.tiers.valkey.tier_type:ValkeyTierType", "valkey"),
 }
 
 
