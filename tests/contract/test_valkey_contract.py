@@ -17,7 +17,7 @@ from valkey_tiers import fresh_prefix, open_tier, past
 from kvtier.drivers.base import SecondaryTierManager
 from kvtier.drivers.threaded import ThreadedDriver
 from kvtier.testing.contract import DriverContract, TierContract
-from kvtier.testing.tls_front import TlsFront
+from kvtier.testing.proxy import FaultProxy
 from kvtier.testing.valkey_servers import ValkeyServer, cluster
 from kvtier.tiers.base import (
     SupportsBatch,
@@ -40,6 +40,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ValkeyServer]]:
     with cluster(tmp_path_factory.mktemp("cluster")) as nodes:
         yield nodes
+
+
+@pytest.fixture(scope="module")
+def tls(
+    server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, str]]:
+    """URL of the server behind TLS, and the file of the authority."""
+    bundle = tmp_path_factory.mktemp("tls") / "ca.pem"
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(bundle)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    with FaultProxy(("127.0.0.1", server.port), context) as front:
+        yield f"valkeys://127.0.0.1:{front.address[1]}", str(bundle)
 
 
 class _OnServer(TierContract):
@@ -78,16 +92,9 @@ class TestSmallParts(_OnServer):
 
 class TestTls(_OnServer):
     @pytest.fixture(autouse=True)
-    def _place(self, server: ValkeyServer, tmp_path: Path) -> Iterator[None]:
-        authority = trustme.CA()
-        authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        authority.issue_cert("127.0.0.1").configure_cert(context)
-        front = TlsFront(server.port, context)
-        self.url = f"valkeys://127.0.0.1:{front.port}"
-        self.options = {"ca_bundle": str(tmp_path / "ca.pem")}
-        yield
-        front.close()
+    def _place(self, tls: tuple[str, str]) -> None:
+        self.url, authority = tls
+        self.options = {"ca_bundle": authority}
 
 
 class TestUserOfTheAccessList(_OnServer):

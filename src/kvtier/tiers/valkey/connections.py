@@ -6,9 +6,8 @@ They are made when they are first needed and kept; the library reconnects them b
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from glide_sync import (
     AdvancedGlideClientConfiguration,
@@ -24,16 +23,18 @@ from glide_sync import (
     TlsAdvancedConfiguration,
 )
 
-from kvtier.errors import TierUnreachableError
+from kvtier.errors import KVTierError, TierUnreachableError
 from kvtier.tiers.valkey.faults import failure
 from kvtier.tiers.valkey.wire import CONNECT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from kvtier.tiers.valkey.settings import Endpoint
 
 Client = GlideClient | GlideClusterClient
+
+T = TypeVar("T")
 
 
 class Connections:
@@ -57,27 +58,36 @@ class Connections:
         self._idle: list[Client] = []
         self._closed = False
 
-    @contextlib.contextmanager
-    def call(self) -> Iterator[Client]:
-        """A connection for one call.
+    def run(self, call: Callable[[Client], T]) -> T:
+        """Give a connection to a call.
 
         Raises:
-            KVTierError: what the call raised, in the words of `kvtier.errors`.
+            KVTierError: what the call raised, in the words of `kvtier.errors`. It keeps nothing of
+                the call alive, see below.
         """
         with self._lock:
             if self._closed:
                 raise TierUnreachableError("the tier is closed")
             self.calls += 1
             client = self._idle.pop() if self._idle else None
+        failed: KVTierError | None = None
         try:
             if client is None:
                 client = self._connect()
-            yield client
-        except Exception as error:
-            raise failure(error) from error
+            return call(client)
+        except Exception as error:  # noqa: BLE001 - translated, whatever it is
+            failed = failure(error).with_traceback(None)
         finally:
             if client is not None:
                 self._put_back(client)
+        # The library's frames hold views of blocks, and C pointers made from these. Were they kept
+        # by an exception that is part of a reference cycle, the collector would clear a view before
+        # its pointer, which crashes CPython (seen with 3.11). So this is raised outside the
+        # handler, has no cause, and is not left in a variable of its own traceback.
+        try:
+            raise failed
+        finally:
+            del failed
 
     def close(self) -> None:
         """Close those that are not in use now; the others when their call ends."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from glide_sync import Batch, ClusterBatch, GlideClusterClient
+from glide_sync import Batch, ClusterBatch, GlideClusterClient, TEncodable
 
 from kvtier.errors import KVTierError, MissingBlockError, TierError
 from kvtier.tiers.valkey.faults import failure
@@ -61,12 +61,15 @@ class ValkeyTier:
         """
         if not keys:
             return []
-        with self._connections.call() as client:
+        names = [self._names.of(key) for key in keys]
+
+        def ask(client: Client) -> list[object]:
             batch = _pipeline(client)
-            names = [self._names.of(key) for key in keys]
             for parts in names:
                 batch.exists(list(parts))
-            counts = _run(client, batch)
+            return _run(client, batch)
+
+        counts = self._connections.run(ask)
         for count in counts:
             if isinstance(count, Exception):
                 raise failure(count)
@@ -81,7 +84,10 @@ class ValkeyTier:
         """
         (outcome,) = self.read_batch([key], [into])
         if outcome is not None:
-            raise outcome
+            try:
+                raise outcome
+            finally:
+                del outcome  # an exception that is a variable of its traceback is a cycle
 
     def write(self, key: BlockKey, data: Buffers) -> None:
         """Write a block: all of its parts by one command.
@@ -91,7 +97,10 @@ class ValkeyTier:
         """
         (outcome,) = self.write_batch([key], [data])
         if outcome is not None:
-            raise outcome
+            try:
+                raise outcome
+            finally:
+                del outcome  # an exception that is a variable of its traceback is a cycle
 
     def read_batch(self, keys: Sequence[BlockKey], into: Sequence[Buffers]) -> list[Outcome]:
         """Read blocks: one command per `CALL_BYTES_MAX`. What the server refuses as a whole, it
@@ -111,7 +120,7 @@ class ValkeyTier:
             try:
                 outcomes += self._write(keys[start:end], parts)
             except KVTierError as error:
-                outcomes += [error] * (end - start)
+                outcomes += [error.with_traceback(None)] * (end - start)
         return outcomes
 
     def delete(self, key: BlockKey) -> None:
@@ -120,8 +129,7 @@ class ValkeyTier:
         Raises:
             TierError: the server refuses, or cannot be reached.
         """
-        with self._connections.call() as client:
-            client.unlink(list(self._names.of(key)))
+        self._connections.run(lambda client: client.unlink(list(self._names.of(key))))
 
     def take_dropped(self) -> list[BlockKey]:
         """Blocks that the server removed since the last call, if it tells."""
@@ -154,12 +162,12 @@ class ValkeyTier:
     def _read(self, keys: Sequence[BlockKey], parts: Sequence[Parts]) -> list[Outcome]:
         names = [self._names.of(k, len(p.views)) for k, p in zip(keys, parts, strict=True)]
         buffers = [view for each in parts for view in each.views]
+        flat: list[TEncodable] = [name for some in names for name in some]
         try:
-            with self._connections.call() as client:
-                lengths = client.mget([name for some in names for name in some], buffers)
+            lengths = self._connections.run(lambda client: client.mget(flat, buffers))
         except KVTierError as error:
             if _TOO_LONG not in str(error):
-                return [error] * len(keys)
+                return [error.with_traceback(None)] * len(keys)
             if len(keys) > 1:  # which one is it?
                 return [o for k, p in zip(keys, parts, strict=True) for o in self._read([k], [p])]
             return [self._misfit(keys[0], parts[0])]
@@ -184,33 +192,36 @@ class ValkeyTier:
         return MissingBlockError(f"{key.hex()} is no block of {block.nbytes} bytes: removed")
 
     def _write(self, keys: Sequence[BlockKey], parts: Sequence[Parts]) -> Sequence[Outcome]:
-        pairs = [
+        blocks: list[dict[TEncodable, TEncodable]] = [
             dict(zip(self._names.of(key, len(block.views)), block.fill().views, strict=True))
             for key, block in zip(keys, parts, strict=True)
         ]
-        with self._connections.call() as client:
+
+        def send(client: Client) -> Sequence[Outcome]:
             if isinstance(client, GlideClusterClient):
-                return self._write_to_cluster(client, pairs)
-            together = {name: view for some in pairs for name, view in some.items()}
+                return self._write_to_cluster(client, blocks)
+            together = {name: view for some in blocks for name, view in some.items()}
             if self._ttl_ms is None:
-                client.mset(together)  # type: ignore[arg-type]
+                client.mset(together)
             else:
                 batch = Batch(is_atomic=True)
-                batch.mset(together)  # type: ignore[arg-type]
+                batch.mset(together)
                 for name in together:
                     batch.pexpire(name, self._ttl_ms)
                 client.exec(batch, raise_on_error=True)
-        return [None] * len(keys)
+            return [None] * len(blocks)
+
+        return self._connections.run(send)
 
     def _write_to_cluster(
-        self, client: GlideClusterClient, pairs: Sequence[dict[bytes, memoryview]]
+        self, client: GlideClusterClient, blocks: Sequence[dict[TEncodable, TEncodable]]
     ) -> list[Outcome]:
         """Each block to its node, in one pipeline per node."""
         batch = ClusterBatch(is_atomic=False)
         places = []
-        for some in pairs:
+        for some in blocks:
             places.append(len(batch.commands))
-            batch.mset(some)  # type: ignore[arg-type]
+            batch.mset(some)
             if self._ttl_ms is not None:
                 for name in some:
                     batch.pexpire(name, self._ttl_ms)
@@ -220,15 +231,20 @@ class ValkeyTier:
 
     def _renew(self, keys: Sequence[BlockKey], like: Buffers) -> None:
         """Let the time to live of blocks that were read begin anew. A hint: it may fail."""
-        if not keys or self._ttl_ms is None:
+        ttl_ms = self._ttl_ms
+        if not keys or ttl_ms is None:
             return
         num_parts = len(Parts(like, self._part_max).views)
-        with contextlib.suppress(KVTierError), self._connections.call() as client:
+
+        def send(client: Client) -> None:
             batch = _pipeline(client)
             for key in keys:
                 for name in self._names.of(key, num_parts):
-                    batch.pexpire(name, self._ttl_ms)
+                    batch.pexpire(name, ttl_ms)
             _run(client, batch)
+
+        with contextlib.suppress(KVTierError):
+            self._connections.run(send)
 
 
 def _pipeline(client: Client) -> Batch | ClusterBatch:

@@ -87,7 +87,7 @@ class ValkeyTierType:
             logger.warning("The valkey tier at %s: %s", endpoint.address.shown, advice)
         names = Names(endpoint.prefix, namespace)
         connections = Connections(endpoint, cluster=server.cluster)
-        with connections.call():
-            pass  # what is wrong is told here, and not by the first block
+        # what is wrong is told here, and not by the first block
+        connections.run(lambda client: client.ping())
         watch = Watch(endpoint, names, cluster=server.cluster, listen=server.notifies is not False)
         return ValkeyTier(connections, names, server.part_max, endpoint.ttl_ms, watch)

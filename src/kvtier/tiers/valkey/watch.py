@@ -30,6 +30,13 @@ DROPPED_MAX = 100_000
 
 _EVENTS = ("evicted", "expired", "del")
 
+_FIGURES = {
+    "used_bytes": "used_memory",
+    "capacity_bytes": "maxmemory",
+    "evicted_keys": "evicted_keys",
+    "expired_keys": "expired_keys",
+}
+
 
 class Watch:
     """See the module. Starts threads that end with `close`.
@@ -82,43 +89,55 @@ class Watch:
 
     def _rounds(self) -> None:
         """Body of the first thread."""
+        asking: dict[Node, Wire] = {}
         while not self._closing.is_set():
             try:
-                self._round()
+                self._round(asking)
             except KVTierError as error:
                 logger.debug("The valkey tier learns nothing of its server: %s", error)
+                for wire in asking.values():
+                    wire.close()
+                asking.clear()
             self._closing.wait(ROUND_S)
+        for wire in asking.values():
+            wire.close()
 
-    def _round(self) -> None:
+    def _round(self, asking: dict[Node, Wire]) -> None:
+        """Ask every server once, over connections that are kept.
+
+        Raises:
+            KVTierError: one of them does not answer.
+        """
         nodes = [self._endpoint.address.node]
         if self._cluster:
-            wire = self._connect(nodes[0])
-            try:
-                nodes = nodes_of(wire)
-            finally:
-                wire.close()
+            nodes = nodes_of(self._to(nodes[0], asking))
+        if self._listen:
+            for node in nodes:
+                self._begin_listening(node)
         totals: dict[str, float] = {}
         for node in nodes:
-            wire = self._connect(node)
-            try:
-                reply = wire.ask("INFO")
-            finally:
-                wire.close()
+            reply = self._to(node, asking).ask("INFO")
             said = figures_in(reply.decode(errors="replace") if isinstance(reply, bytes) else "")
             for name, source in _FIGURES.items():
                 if source in said:
                     totals[name] = totals.get(name, 0.0) + said[source]
-            if self._listen:
-                self._begin_listening(node)
         with self._lock:
             self._figures = totals
+
+    def _to(self, node: Node, asking: dict[Node, Wire]) -> Wire:
+        if node not in asking:
+            asking[node] = Wire(self._endpoint, node)
+        return asking[node]
 
     def _begin_listening(self, node: Node) -> None:
         with self._lock:
             if node in self._wires or self._closing.is_set():
                 return
-        wire = self._connect(node)
+        wire = Wire(self._endpoint, node)
         with self._lock:
+            if self._closing.is_set():
+                wire.close()
+                return
             self._wires[node] = wire
         threading.Thread(
             target=self._hear, args=(node, wire), name="kvtier-valkey-events", daemon=True
@@ -157,14 +176,3 @@ class Watch:
             self._dropped[key] = None
             while len(self._dropped) > DROPPED_MAX:
                 del self._dropped[next(iter(self._dropped))]
-
-    def _connect(self, node: Node) -> Wire:
-        return Wire(self._endpoint, node)
-
-
-_FIGURES = {
-    "used_bytes": "used_memory",
-    "capacity_bytes": "maxmemory",
-    "evicted_keys": "evicted_keys",
-    "expired_keys": "expired_keys",
-}
