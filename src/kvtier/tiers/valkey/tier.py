@@ -44,8 +44,8 @@ class ValkeyTier:
         connections: Connections,
         names: Names,
         part_max: int,
-        ttl_ms: int | None = None,
-        watch: Watch | None = None,
+        ttl_ms: int | None,
+        watch: Watch,
     ) -> None:
         self._connections = connections
         self._names = names
@@ -133,17 +133,15 @@ class ValkeyTier:
 
     def take_dropped(self) -> list[BlockKey]:
         """Blocks that the server removed since the last call, if it tells."""
-        return self._watch.take() if self._watch is not None else []
+        return self._watch.take()
 
     def figures(self) -> Mapping[str, float]:
         """What the server last said of its memory, and the round trips of this tier."""
-        known = self._watch.figures() if self._watch is not None else {}
-        return {**known, "round_trips": float(self._connections.calls)}
+        return {**self._watch.figures(), "round_trips": float(self._connections.calls)}
 
     def close(self) -> None:
         """End the connections; blocks stay where they are."""
-        if self._watch is not None:
-            self._watch.close()
+        self._watch.close()
         self._connections.close()
 
     def _calls(self, blocks: Sequence[Buffers]) -> Iterator[tuple[int, int, list[Parts]]]:

@@ -86,8 +86,14 @@ class ValkeyTierType:
         for advice in server.advice(ttl=endpoint.ttl_ms is not None):
             logger.warning("The valkey tier at %s: %s", endpoint.address.shown, advice)
         names = Names(endpoint.prefix, namespace)
-        connections = Connections(endpoint, cluster=server.cluster)
-        # what is wrong is told here, and not by the first block
-        connections.run(lambda client: client.ping())
-        watch = Watch(endpoint, names, cluster=server.cluster, listen=server.notifies is not False)
-        return ValkeyTier(connections, names, server.part_max, endpoint.ttl_ms, watch)
+        listen = server.notifies is not False
+        watch = Watch(endpoint, names, cluster=server.cluster, listen=listen)
+        connections = Connections(endpoint, watch.trouble, cluster=server.cluster)
+        tier = ValkeyTier(connections, names, server.part_max, endpoint.ttl_ms, watch)
+        try:
+            # what is wrong is told here, and not by the first block
+            connections.run(lambda client: client.ping())
+        except BaseException:
+            tier.close()
+            raise
+        return tier

@@ -1,4 +1,4 @@
-"""Listens beside the calls: which blocks the server removes, and how full it is.
+"""Listens beside the calls: which blocks the server removes, how full it is, what ails it.
 
 A server publishes the removal of a key if `notify-keyspace-events` says so, each node of a cluster
 its own, and only to those who listen then. What is missed costs a failed read.
@@ -57,6 +57,7 @@ class Watch:
         self._lock = threading.Lock()  # guards what follows
         self._dropped: dict[BlockKey, None] = {}
         self._figures: dict[str, float] = {}
+        self._trouble: KVTierError | None = None
         self._wires: dict[Node, Wire] = {}
         self._listening: set[Node] = set()
         self._thread = threading.Thread(target=self._rounds, name="kvtier-valkey", daemon=True)
@@ -73,6 +74,12 @@ class Watch:
         """What the servers last said, summed up over a cluster."""
         with self._lock:
             return dict(self._figures)
+
+    def trouble(self) -> KVTierError | None:
+        """Why the server did not answer when it was last asked: an error of the caller's own."""
+        with self._lock:
+            trouble = self._trouble
+        return type(trouble)(*trouble.args) if trouble is not None else None
 
     def listening(self) -> int:
         """How many servers tell of their removals now."""
@@ -91,16 +98,25 @@ class Watch:
         """Body of the first thread."""
         asking: dict[Node, Wire] = {}
         while not self._closing.is_set():
-            try:
-                self._round(asking)
-            except KVTierError as error:
-                logger.debug("The valkey tier learns nothing of its server: %s", error)
-                for wire in asking.values():
-                    wire.close()
-                asking.clear()
+            trouble = self._try_round(asking)
+            if trouble is not None:  # over connections that may be older than the server
+                trouble = self._try_round(asking)
+            with self._lock:
+                self._trouble = trouble
             self._closing.wait(ROUND_S)
         for wire in asking.values():
             wire.close()
+
+    def _try_round(self, asking: dict[Node, Wire]) -> KVTierError | None:
+        try:
+            self._round(asking)
+        except KVTierError as error:
+            logger.debug("The valkey tier learns nothing of its server: %s", error)
+            for wire in asking.values():
+                wire.close()
+            asking.clear()
+            return error.with_traceback(None)
+        return None
 
     def _round(self, asking: dict[Node, Wire]) -> None:
         """Ask every server once, over connections that are kept.
