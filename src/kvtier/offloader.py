@@ -25,10 +25,11 @@ from kvtier.drivers.guard import GuardedDriver
 from kvtier.drivers.process.driver import ProcessDriver
 from kvtier.drivers.process.process import Launch
 from kvtier.drivers.threaded import ThreadedDriver
+from kvtier.envelope import HEADER_BYTES
 from kvtier.namespace import Namespace
 from kvtier.policies import load_policy
 from kvtier.region import Region
-from kvtier.tiers.registry import TierType, decode_settings, load_tier_type
+from kvtier.tiers.registry import ChecksBlock, TierType, decode_settings, load_tier_type
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,18 @@ def configure_tiers(tiers: Sequence[TierSettings]) -> tuple[ConfiguredTier, ...]
         )
         configured[-1].preflight(setting)
     return tuple(configured)
+
+
+def check_blocks(tiers: Sequence[ConfiguredTier], row_bytes: int) -> None:
+    """Check that each tier can keep a block, once its size is known.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    for place, tier in enumerate(tiers):
+        if isinstance(tier.tier_type, ChecksBlock):
+            setting = f"secondary_tiers[{place}]"
+            tier.tier_type.check_block(tier.options, setting, HEADER_BYTES + row_bytes)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The process driver does what every driver does, over memory, files, and a tier that misbehaves."""
+"""The process driver does what every driver does, also over a tier that misbehaves."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from kvtier.tiers.base import Tier
 
 
 class OverAProcess(DriverContract):
-    options: dict[str, object] = {}
-    type = "memory"
+    def options(self) -> dict[str, object]:
+        return {}
+
+    kind = "memory"
 
     @pytest.fixture(autouse=True)
     def place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -40,11 +42,11 @@ class OverAProcess(DriverContract):
     def make_slots(self, num_slots: int) -> Slots:
         return self.slots.take(num_slots)
 
-    def run(self, type: str, options: dict[str, object]) -> ProcessDriver:
-        return ProcessDriver(Launch("test", type, options), self.slots.region, lambda _: {})
+    def run(self, kind: str, options: dict[str, object]) -> ProcessDriver:
+        return ProcessDriver(Launch("test", kind, options), self.slots.region, lambda _: {})
 
     def make(self) -> SecondaryTierManager:
-        return self.run(self.type, self.options)
+        return self.run(self.kind, self.options())
 
 
 class TestOverMemory(OverAProcess):
@@ -73,10 +75,9 @@ class TestOverMemory(OverAProcess):
 
 
 class TestOverFiles(OverAProcess):
-    type = "fs"
+    kind = "fs"
 
-    @property
-    def options(self) -> dict[str, object]:  # type: ignore[override]
+    def options(self) -> dict[str, object]:
         return {"root_dir": str(self.root)}
 
     def test_a_block_under_another_key_is_never_served(self) -> None:

@@ -114,10 +114,8 @@ class TierCounters:
 
     def add(self, other: TierCounters) -> None:
         """Count what `other` counted as well; its figures are taken to be the newer ones."""
-        for each in fields(other):
-            value = getattr(other, each.name)
-            if isinstance(value, int | float):
-                setattr(self, each.name, getattr(self, each.name) + value)
+        for name in _TOTALS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         for cause, count in other.faults.items():
             self.count_faults(cause, count)
         self.figures.update(other.figures)
@@ -125,6 +123,11 @@ class TierCounters:
     def copy(self) -> TierCounters:
         """The totals as they stand."""
         return replace(self, faults=dict(self.faults), figures=dict(self.figures))
+
+
+_TOTALS = tuple(
+    each.name for each in fields(TierCounters) if each.name not in ("faults", "figures")
+)
 
 
 class SecondaryTierManager(ABC):

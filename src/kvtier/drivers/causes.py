@@ -42,6 +42,6 @@ class Causes:
         number = error.errno if isinstance(error, OSError) else None
         self.warn(
             (operation, type(error).__name__, number),
-            "Tier %s: %s failed: %s: %s (further ones are counted, not logged)",
+            "Tier %s: %s failed: %s: %s (more are counted, not logged)",
             *(name, operation, type(error).__name__, error),
         )

@@ -5,7 +5,6 @@ load can be checked.
 from __future__ import annotations
 
 import hashlib
-
 from collections.abc import Sequence
 from typing import Protocol
 

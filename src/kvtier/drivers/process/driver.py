@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from kvtier.core.types import BlockKey, Completion, Done, Dropped, Fault, JobId, TierId
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews, TierCounters
 from kvtier.drivers.causes import Causes
+from kvtier.drivers.faults import Cause
 from kvtier.drivers.process.logs import emit
 from kvtier.drivers.process.process import InFlight, Launch, TierProcess
 from kvtier.drivers.process.wire import (
@@ -62,6 +63,9 @@ LAST_BACKOFF_S = 60.0
 
 STEADY_S = 10.0
 """A process that ends jobs so long after it was ready has worked."""
+
+LAST_WORD_S = 1.0
+"""A process that closed its socket may take so long to end by itself."""
 
 POLL_GAP_S = 1.0
 """Of the time between two polls no more counts as silence."""
@@ -131,7 +135,7 @@ class ProcessDriver(SecondaryTierManager):
             self._process.flush()
             self._listen(self._process, now)
         self._polled_at = now
-        self._reap()
+        self._reap(now)
         may_start = self._process is None and not self._closed and len(self._dying) < DYING_MAX
         if may_start and now >= self._retry_at:
             self._start(now)
@@ -156,7 +160,7 @@ class ProcessDriver(SecondaryTierManager):
         until = time.monotonic() + timeout_s
         process = self._process
         if process is not None:
-            process.send(Close(timeout_s / 2))
+            process.send(Close(timeout_s / 4))
             while self._process is not None and (left := until - time.monotonic()) > timeout_s / 2:
                 process.wait(left - timeout_s / 2)
                 process.flush()
@@ -164,8 +168,10 @@ class ProcessDriver(SecondaryTierManager):
             if self._process is not None:
                 self._give_up(process, self._clock())
         for dying in self._dying:
+            if not dying.gone():
+                dying.kill()
             dying.gone(max(0.0, until - time.monotonic()))
-        self._reap()
+        self._reap(self._clock())
         return not self._dying
 
     def _submit(self, operation: str, job: JobMetadata) -> None:
@@ -174,12 +180,12 @@ class ProcessDriver(SecondaryTierManager):
             self._finished.append(Done(job.job_id))
             return
         if process is None:
-            self._fail(operation, len(job.block_hashes), "unreachable")
+            self._fail(operation, len(job.block_hashes), Cause.UNREACHABLE)
             self._finished.append(Done(job.job_id, frozenset(), Fault.UNREACHABLE))
             return
         slots = tuple(job.spec.slots) if isinstance(job.spec, SlotViews) else ()
         if len(slots) != (0 if operation == "lookup" else len(job.block_hashes)):
-            self._fail(operation, len(job.block_hashes), "other")
+            self._fail(operation, len(job.block_hashes), Cause.OTHER)
             self._finished.append(Done(job.job_id, frozenset(), Fault.ERROR))
             return
         namespace = process.namespaces.get(job.namespace)
@@ -223,7 +229,7 @@ class ProcessDriver(SecondaryTierManager):
             for message in messages:
                 self._take(process, message, now)
         except WireError as error:
-            self._kill(process, now, "unreachable", f"sent nonsense ({error})")
+            self._kill(process, now, Cause.UNREACHABLE, f"sent nonsense ({error})")
             return
         if messages or not process.in_flight:
             process.silent_s = 0.0
@@ -231,14 +237,14 @@ class ProcessDriver(SecondaryTierManager):
             process.silent_s += min(now - self._polled_at, POLL_GAP_S)
         if ended:
             self._past.process_crashes += process.refusal is None and not self._closed
-            self._give_up(process, now)
+            self._give_up(process, now, kill_at=now + LAST_WORD_S)
         elif process.ready_at is None:
             if drained and now - process.started_at > START_S:
-                self._kill(process, now, "stalled", f"has not begun to work in {START_S:g} s")
+                self._kill(process, now, Cause.STALLED, f"has not begun to work in {START_S:g} s")
         elif process.silent_s > self._hang_s:
-            self._kill(process, now, "stalled", f"has said nothing for {self._hang_s:g} s")
+            self._kill(process, now, Cause.STALLED, f"has said nothing for {self._hang_s:g} s")
         elif process.stuck:
-            self._kill(process, now, "stalled", f"hangs for more than {self._hang_s:g} s")
+            self._kill(process, now, Cause.STALLED, f"hangs for more than {self._hang_s:g} s")
 
     def _take(self, process: TierProcess, message: FromProcess, now: float) -> None:
         """Take in one message.
@@ -277,7 +283,7 @@ class ProcessDriver(SecondaryTierManager):
         del process.in_flight[job_id]
         self._finished.append(Done(job_id, ok, _FAULTS[ended.fault]))
 
-    def _kill(self, process: TierProcess, now: float, cause: str, what: str) -> None:
+    def _kill(self, process: TierProcess, now: float, cause: Cause, what: str) -> None:
         """Have a process end that does not do as it should."""
         name = self._launch.name
         self._causes.warn(what, "The I/O process of tier %s %s and is killed", name, what)
@@ -286,17 +292,23 @@ class ProcessDriver(SecondaryTierManager):
         process.told = True
         self._give_up(process, now)
 
-    def _give_up(self, process: TierProcess, now: float) -> None:
-        """Send a process no more jobs, and see to it that it ends."""
-        process.kill()
+    def _give_up(self, process: TierProcess, now: float, kill_at: float | None = None) -> None:
+        """Send a process no more jobs, and see to it that it ends: now, or by `kill_at`."""
+        process.kill_at = kill_at
+        if kill_at is None:
+            process.kill()
         self._process = None
         self._dying.append(process)
         self._retry_at = now + self._backoff_s
         self._backoff_s = min(LAST_BACKOFF_S, 2 * self._backoff_s)
 
-    def _reap(self) -> None:
+    def _reap(self, now: float) -> None:
         """End the jobs of the processes that are gone."""
-        for process in [process for process in self._dying if process.gone()]:
+        for process in tuple(self._dying):
+            if not process.gone():
+                if process.kill_at is not None and now >= process.kill_at:
+                    process.kill()
+                continue
             self._dying.remove(process)
             self._past.add(process.counters)
             for job_id, job in process.in_flight.items():
@@ -308,7 +320,7 @@ class ProcessDriver(SecondaryTierManager):
                 name = self._launch.name
                 self._causes.warn(what, "The I/O process of tier %s %s", name, what)
 
-    def _fail(self, operation: str, blocks: int, cause: str) -> None:
+    def _fail(self, operation: str, blocks: int, cause: Cause) -> None:
         """Count a job that no process did; of a lookup, as one failure."""
         if operation == "lookup":
             blocks = 1

@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING
 
 import kvtier
 from kvtier.drivers.base import TierCounters
+from kvtier.drivers.faults import Cause
+from kvtier.drivers.process import pidfd
 from kvtier.drivers.process.wire import REPORT_BYTES_MAX, Inbox, ToProcess, frame_of, from_process
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from kvtier.core.types import BlockKey, JobId
     from kvtier.drivers.process.wire import FromProcess
@@ -87,6 +89,7 @@ class TierProcess:
         stuck_at: when it first said, of what runs there now, that it runs for too long.
         stuck: it said so again, a while later.
         refusal: why it will not serve.
+        kill_at: when to kill it if it has not ended by itself.
         cause: why it was given up, for counters.
         told: why it was given up is in the log.
 
@@ -104,7 +107,8 @@ class TierProcess:
         self.stuck_at: float | None = None
         self.stuck = False
         self.refusal: str | None = None
-        self.cause = "unreachable"
+        self.kill_at: float | None = None
+        self.cause = Cause.UNREACHABLE
         self.told = False
         self._inbox = Inbox(REPORT_BYTES_MAX)
         self._outbox = bytearray()
@@ -129,7 +133,7 @@ class TierProcess:
             self._socket.close()
             raise
         try:
-            self._pidfd = os.pidfd_open(self._popen.pid)
+            self._pidfd = pidfd.open_pidfd(self._popen.pid)
         except OSError:
             self._socket.close()
             self._popen.kill()
@@ -171,10 +175,10 @@ class TierProcess:
         Raises:
             WireError: something damaged.
         """
-        ended = False
-        drained = False
+        messages = self._messages(POLL_FRAMES_MAX)
         budget = POLL_BYTES_MAX
-        while budget > 0 and not ended:
+        drained = ended = False
+        while budget > 0 and len(messages) < POLL_FRAMES_MAX:
             try:
                 count = self._socket.recv_into(self._received)
             except BlockingIOError:
@@ -182,32 +186,30 @@ class TierProcess:
                 break
             except OSError:
                 count = 0
-            ended = count == 0
+            if count == 0:
+                drained = ended = True
+                break
             budget -= count
-            with memoryview(self._received)[:count] as data:
-                self._inbox.feed(data)
-        frames: Iterator[bytes] = self._inbox.frames(POLL_FRAMES_MAX)
-        messages = [from_process(frame) for frame in frames]
-        left = len(messages) == POLL_FRAMES_MAX
-        return messages, drained and not left, ended and not left
+            self._inbox.feed(memoryview(self._received)[:count])
+            messages += self._messages(POLL_FRAMES_MAX - len(messages))
+        return messages, drained, ended
+
+    def _messages(self, count_max: int) -> list[FromProcess]:
+        return [from_process(frame) for frame in self._inbox.frames(count_max)]
 
     def kill(self) -> None:
         """End it at once. Its slots may be touched until it is `gone`."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        pidfd.kill(self._pidfd)
         self._socket.close()
         self._outbox.clear()
 
     def gone(self, wait_s: float = 0.0) -> bool:
         """Whether no thread of it runs any more, in any system call."""
-        if not self._gone:
-            waiting = select.poll()
-            waiting.register(self._pidfd, select.POLLIN)
-            if waiting.poll(wait_s * 1e3):
-                self._gone = True
-                self._popen.wait()
-                os.close(self._pidfd)
-                self._socket.close()
+        if not self._gone and pidfd.ended(self._pidfd, wait_s):
+            self._gone = True
+            self._popen.wait()
+            os.close(self._pidfd)
+            self._socket.close()
         return self._gone
 
     def wait(self, wait_s: float) -> None:

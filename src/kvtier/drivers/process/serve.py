@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from kvtier.affinity import use_all_cores
 from kvtier.core.types import BlockKey, Done, Dropped, JobId, Slot, TierId
 from kvtier.drivers.base import JobMetadata, SlotViews
+from kvtier.drivers.process import pidfd
 from kvtier.drivers.process.logs import Forwarding
 from kvtier.drivers.process.wire import (
     DROPPED_MAX,
@@ -76,7 +77,7 @@ class Orphan:
 
     def __init__(self, parent: int, sock: socket.socket) -> None:
         try:
-            self._pidfd = os.pidfd_open(parent)
+            self._pidfd = pidfd.open_pidfd(parent)
         except ProcessLookupError:
             os._exit(1)
         # A parent that ends is replaced at once; so if it is the parent still, no other process
@@ -87,9 +88,7 @@ class Orphan:
         threading.Thread(target=self._watch, name="kvtier-orphan", daemon=True).start()
 
     def _watch(self) -> None:
-        waiting = select.poll()
-        waiting.register(self._pidfd, select.POLLIN)
-        waiting.poll()
+        pidfd.ended(self._pidfd, None)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         time.sleep(2 * LAST_S)
