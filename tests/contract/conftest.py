@@ -6,12 +6,15 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from object_tiers import BUCKET
+from object_tiers import BUCKET, settings_for
 
+from kvtier.testing.http_proxy import HttpFaultProxy
 from kvtier.testing.s3_servers import ACCESS_KEY, SECRET_KEY, JuiceServer, S3Server, SeaweedServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kvtier.tiers.object.settings import ObjectSettings
 
 IDENTITIES = {
     "mayread": (f"Read:{BUCKET}", f"List:{BUCKET}"),
@@ -46,3 +49,16 @@ def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+
+
+@pytest.fixture
+def proxy(juice: S3Server, s3_credentials: None) -> Iterator[HttpFaultProxy]:
+    """A proxy in front of the fast server."""
+    with HttpFaultProxy(juice.address) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def behind(proxy: HttpFaultProxy) -> ObjectSettings:
+    """Settings of a tier behind `proxy`, below a new prefix, without retries."""
+    return settings_for(proxy, timeout_s=2.0, connect_timeout_s=1.0, retries=0)

@@ -5,21 +5,24 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from kvtier.testing.blocks import NAMESPACE
+from kvtier.envelope import HEADER_BYTES
+from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of
 from kvtier.tiers.object.settings import ObjectSettings
 
 if TYPE_CHECKING:
+    from kvtier.core.types import BlockKey
+    from kvtier.testing.proxy import FaultProxy
     from kvtier.testing.s3_servers import S3Server
     from kvtier.tiers.object.objects import ObjectTier
 
 BUCKET = "kvtier-test"
 
 
-def settings_for(server: S3Server, **more: Any) -> ObjectSettings:
+def settings_for(server: S3Server | FaultProxy, **more: Any) -> ObjectSettings:
     """Settings of a tier below a new prefix."""
     options = {
         "url": f"s3://{BUCKET}/{secrets.token_hex(6)}/kv",
-        "endpoint": server.url,
+        "endpoint": f"http://{server.address[0]}:{server.address[1]}",
         "allow_http": True,
         "threads": 8,
         "lookups_in_flight": 16,
@@ -33,3 +36,14 @@ def open_tier(settings: ObjectSettings, namespace: str = NAMESPACE) -> ObjectTie
     from kvtier.tiers.object.store import open_store
 
     return ObjectTier(open_store(settings), namespace, {"model": "tiny"}, settings)
+
+
+def put(tier: ObjectTier, key: BlockKey, content: bytes | None = None) -> None:
+    view = memoryview(block_of(key) if content is None else content)
+    tier.write(key, (view[:HEADER_BYTES], view[HEADER_BYTES:]))
+
+
+def get(tier: ObjectTier, key: BlockKey, block_bytes: int = BLOCK_BYTES) -> bytes:
+    into = memoryview(bytearray(block_bytes))
+    tier.read(key, (into[:HEADER_BYTES], into[HEADER_BYTES:]))
+    return bytes(into)

@@ -67,6 +67,11 @@ class S3Server:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
+    def take_the_place_of(self, other: S3Server) -> None:
+        """Listen where another one, which has ended, did."""
+        self._ports = other._ports
+        self.address = other.address
+
     @property
     def url(self) -> str:
         """Its endpoint."""

@@ -47,15 +47,17 @@ class Beliefs:
         now = self._clock()
         present_since = now - self._present_ttl_s
         absent_since = now - self._absent_ttl_s
-        answers: list[bool | None] = []
+        never = (False, float("-inf"))
         with self._lock:
-            otherwise = False if self._all_known_at > absent_since else None
-            for key in keys:
-                there, asked_at = self._known.get(key, (False, absent_since))
-                if asked_at > (present_since if there else absent_since):
-                    answers.append(there)
-                else:
-                    answers.append(None if there else otherwise)
+            listed_at = self._all_known_at
+            beliefs = [self._known.get(key, never) for key in keys]
+        answers: list[bool | None] = []
+        for there, asked_at in beliefs:
+            if there and asked_at >= listed_at and asked_at > present_since:
+                answers.append(True)
+            else:  # a block that was seen before the listing, and is not in it, is gone
+                absent_at = listed_at if there else max(listed_at, asked_at)
+                answers.append(False if absent_at > absent_since else None)
         return answers
 
     def learn(self, key: BlockKey, there: bool, asked_at: float) -> None:

@@ -24,13 +24,12 @@ import obstore
 from kvtier.core.types import BlockKey
 from kvtier.errors import MissingBlockError
 from kvtier.tiers.object.beliefs import MAX_BELIEFS, Beliefs
-from kvtier.tiers.object.faults import errors_as_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtier.tiers.object.parallel import Parallel
-    from kvtier.tiers.object.store import ObjectStore
+    from kvtier.tiers.object.store import AnyStore, ObjectStore
 
 PAGE_KEYS = 1000
 """Keys of one answer to a listing, in every store."""
@@ -134,8 +133,8 @@ class Existence:
         with self._lock:
             self.trips.heads += 1
         try:
-            with errors_as_ours(self._store.place, "asking for a block"):
-                obstore.head(self._store.client, path_of(self._directory, key))
+            path = path_of(self._directory, key)
+            self._store.ask("asking for a block", lambda client: obstore.head(client, path))
             there = True
         except MissingBlockError:
             there = False
@@ -202,9 +201,10 @@ class Existence:
         """The keys of the first page, sorted, and whether they are all."""
         with self._lock:
             self.trips.pages += 1
-        with errors_as_ours(self._store.place, "listing blocks"):
-            stream = obstore.list(self._store.client, self._directory, chunk_size=PAGE_KEYS)
-            page = next(stream, [])
+        page = self._store.ask(
+            "listing blocks",
+            lambda client: next(obstore.list(client, self._directory, chunk_size=PAGE_KEYS), []),
+        )
         keys = [key for entry in page if (key := key_of(entry["path"])) is not None]
         return sorted(keys), len(page) < PAGE_KEYS
 
@@ -215,19 +215,19 @@ class Existence:
         elif part.first:
             # 'g' comes behind all hex digits; a bare directory is no offset to every server
             offset = f"{self._directory}/{part.first - 1:02x}/g"
-        keys: list[BlockKey] = []
-        with errors_as_ours(self._store.place, "listing blocks"):
-            stream = obstore.list(
-                self._store.client, directory, offset=offset, chunk_size=PAGE_KEYS
-            )
-            for page in stream:
+
+        def read_pages(client: AnyStore) -> list[BlockKey]:
+            keys: list[BlockKey] = []
+            for page in obstore.list(client, directory, offset=offset, chunk_size=PAGE_KEYS):
                 with self._lock:
                     self.trips.pages += 1
                 found = [key for entry in page if (key := key_of(entry["path"])) is not None]
                 keys += [key for key in found if part.first <= key[0] < part.end]
                 if found and found[-1][0] >= part.end:
                     break
-        return keys
+            return keys
+
+        return self._store.ask("listing blocks", read_pages)
 
 
 def path_of(directory: str, key: BlockKey) -> str:

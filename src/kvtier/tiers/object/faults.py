@@ -8,7 +8,6 @@ operation, never of the text, and the client's error is not kept as a cause.
 from __future__ import annotations
 
 import re
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from obstore.exceptions import BaseError
@@ -24,8 +23,6 @@ from kvtier.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kvtier.tiers.object.settings import Place
 
 CLIENT_ERRORS = (BaseError, OSError, ValueError)
@@ -65,18 +62,6 @@ _CERTIFICATE_CAUSES = {
     "NotValidYet": "is not valid yet: is this host's clock right?",
     "NotValidForName": "is for another host name: use the name that it was made for",
 }
-
-
-@contextmanager
-def errors_as_ours(place: Place, doing: str) -> Iterator[None]:
-    """Raise errors of the client as what they mean, see `fault_of_client`."""
-    fault = None
-    try:
-        yield
-    except CLIENT_ERRORS as error:
-        fault = fault_of_client(error, place, doing)
-    if fault is not None:  # out here the client's error is not even its context
-        raise fault
 
 
 def status_of(error: Exception) -> int:

@@ -23,7 +23,7 @@ from obstore.exceptions import AlreadyExistsError
 from kvtier.errors import KVTierError, MissingBlockError, TierError
 from kvtier.tiers.object.beliefs import Beliefs
 from kvtier.tiers.object.existence import Existence, path_of
-from kvtier.tiers.object.faults import CLIENT_ERRORS, errors_as_ours, status_of
+from kvtier.tiers.object.faults import CLIENT_ERRORS, status_of
 from kvtier.tiers.object.parallel import Parallel
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvtier.core.types import BlockKey
     from kvtier.tiers.base import Buffers
     from kvtier.tiers.object.settings import ObjectSettings
-    from kvtier.tiers.object.store import ObjectStore
+    from kvtier.tiers.object.store import AnyStore, ObjectStore
 
 NAMESPACE_FILE = "namespace.json"
 
@@ -94,11 +94,12 @@ class ObjectTier:
         with self._lock:
             self._gets += 1
         try:
-            with errors_as_ours(self._store.place, "reading a block"):
-                # one byte more than the block shows an object that is too long
-                got = obstore.get_range(
-                    self._store.client, path_of(self._directory, key), start=0, length=wanted + 1
-                )
+            path = path_of(self._directory, key)
+            # one byte more than the block shows an object that is too long
+            got = self._store.ask(
+                "reading a block",
+                lambda client: obstore.get_range(client, path, start=0, length=wanted + 1),
+            )
         except MissingBlockError:
             self._beliefs.learn(key, False, asked_at)
             raise
@@ -154,11 +155,9 @@ class ObjectTier:
         """
         with self._lock:
             self._deletes += 1
-        with (
-            contextlib.suppress(MissingBlockError),
-            errors_as_ours(self._store.place, "deleting a block"),
-        ):
-            obstore.delete(self._store.client, path_of(self._directory, key))
+        path = path_of(self._directory, key)
+        with contextlib.suppress(MissingBlockError):
+            self._store.ask("deleting a block", lambda client: obstore.delete(client, path))
         self._beliefs.learn(key, False, self._clock())
 
     def figures(self) -> dict[str, float]:
@@ -187,10 +186,11 @@ class ObjectTier:
     def _put(self, key: BlockKey, buffers: Buffers) -> None:
         with self._lock:
             self._puts += 1
-        with errors_as_ours(self._store.place, "writing a block"):
-            obstore.put(
-                self._store.client, path_of(self._directory, key), buffers, use_multipart=False
-            )
+        path = path_of(self._directory, key)
+        self._store.ask(
+            "writing a block",
+            lambda client: obstore.put(client, path, buffers, use_multipart=False),
+        )
 
     def _describe(self, description: Mapping[str, object]) -> None:
         """Write `namespace.json`, unless somebody has. A server that ignores the condition replaces
@@ -198,9 +198,10 @@ class ObjectTier:
         """
         text = json.dumps(dict(description), indent=2, sort_keys=True) + "\n"
         path = f"{self._directory}/{NAMESPACE_FILE}"
-        with _never_missing(), errors_as_ours(self._store.place, "describing the namespace"):
+
+        def put_first(client: AnyStore) -> None:
             try:
-                obstore.put(self._store.client, path, text.encode(), mode="create")
+                obstore.put(client, path, text.encode(), mode="create")
             except AlreadyExistsError:
                 return
             except CLIENT_ERRORS as error:
@@ -209,7 +210,10 @@ class ObjectTier:
                     return
                 if status != HTTPStatus.NOT_IMPLEMENTED:
                     raise
-                obstore.put(self._store.client, path, text.encode())
+                obstore.put(client, path, text.encode())
+
+        with _never_missing():
+            self._store.ask("describing the namespace", put_first)
 
 
 @contextlib.contextmanager

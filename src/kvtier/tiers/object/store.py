@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvtier.tiers.object.credentials import profile_of, shared_file_credentials
+from kvtier.tiers.object.faults import CLIENT_ERRORS, fault_of_client
 from kvtier.tiers.object.settings import ca_certificates, place_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from obstore.store import ClientConfig, RetryConfig, S3Config
 
     from kvtier.tiers.object.settings import ObjectSettings, Place
+
+Answer = TypeVar("Answer")
 
 AnyStore = S3Store | GCSStore | AzureStore
 
@@ -37,6 +42,22 @@ class ObjectStore:
 
     client: AnyStore
     place: Place
+
+    def ask(self, doing: str, call: Callable[[AnyStore], Answer]) -> Answer:
+        """The answer of `call`, with errors of the client raised as what they mean.
+
+        Args:
+            doing: what is asked for, e.g. `reading a block`.
+            call: one request or several.
+
+        Raises:
+            KVTierError: see `fault_of_client`.
+        """
+        try:
+            return call(self.client)
+        except CLIENT_ERRORS as error:
+            fault = fault_of_client(error, self.place, doing)
+        raise fault  # out here the client's error is not even its context
 
 
 def open_store(settings: ObjectSettings, setting: str = "object") -> ObjectStore:
