@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import secrets
+import ssl
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from kvtier.envelope import HEADER_BYTES
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of
 from kvtier.tiers.object.settings import ObjectSettings
 
 if TYPE_CHECKING:
+    from datetime import datetime
+    from pathlib import Path
+
     from kvtier.core.types import BlockKey
     from kvtier.testing.proxy import FaultProxy
     from kvtier.testing.s3_servers import S3Server
@@ -47,3 +53,16 @@ def get(tier: ObjectTier, key: BlockKey, block_bytes: int = BLOCK_BYTES) -> byte
     into = memoryview(bytearray(block_bytes))
     tier.read(key, (into[:HEADER_BYTES], into[HEADER_BYTES:]))
     return bytes(into)
+
+
+def certificate(
+    tmp_path: Path, name: str = "127.0.0.1", **times: datetime
+) -> tuple[ssl.SSLContext, str]:
+    """TLS of a server by an authority of its own, and the file to trust."""
+    trustme = pytest.importorskip("trustme")
+    authority = trustme.CA()
+    bundle = tmp_path / "authority.pem"
+    authority.cert_pem.write_to_path(str(bundle))
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert(name, **times).configure_cert(server)
+    return server, str(bundle)

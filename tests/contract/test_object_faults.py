@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import ssl
 import threading
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ import pytest
 
 pytest.importorskip("obstore")
 
-from object_tiers import BUCKET, get, open_tier, put, settings_for
+from object_tiers import BUCKET, certificate, get, open_tier, put, settings_for
 
 from kvtier.core.types import Fault
 from kvtier.drivers.faults import fault_of
@@ -230,16 +229,6 @@ def test_a_killed_server_that_comes_back_empty(s3_credentials, tmp_path: Path) -
 
 
 # --- TLS
-
-
-def certificate(tmp_path: Path, name: str = "127.0.0.1", **times: datetime):
-    trustme = pytest.importorskip("trustme")
-    authority = trustme.CA()
-    bundle = tmp_path / "authority.pem"
-    authority.cert_pem.write_to_path(str(bundle))
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert(name, **times).configure_cert(server)
-    return server, str(bundle)
 
 
 def tls_settings(proxy: FaultProxy, **more) -> ObjectSettings:
