@@ -64,6 +64,10 @@ class Beliefs:
         """One answer of the store, or one write or delete of our own that ended at `asked_at`."""
         self._learn_all((key,), (there, asked_at))
 
+    def learn_present(self, keys: Iterable[BlockKey], asked_at: float) -> None:
+        """A part of a listing: these were there."""
+        self._learn_all(keys, (True, asked_at))
+
     def learn_all(self, present: Iterable[BlockKey], asked_at: float) -> None:
         """A listing of the whole namespace: what is not among `present` was absent."""
         self._learn_all(present, (True, asked_at))

@@ -177,24 +177,28 @@ class Existence:
             return
         seen = int.from_bytes(page[-1][:8].ljust(8, b"\0"), "big") + 1
         self._estimate, self._estimated_at = len(page) * 2.0**64 / seen, started_at
+        self._beliefs.learn_present(page, started_at)
         if not self._pays(self._estimate):
             return
-        listed = self._parallel.run(self._list, self._parts(self._estimate), stop_at_error=True)
+        parts = self._parts(self._estimate, first=page[-1][0])
+        listed = self._parallel.run(self._list, parts, stop_at_error=True)
         keys = [key for part in listed if isinstance(part, list) for key in part]
-        self._beliefs.learn_all(keys, started_at)
+        self._beliefs.learn_all([*page, *keys], started_at)
 
     def _pays(self, estimate: float) -> bool:
-        pages = _MARGIN * estimate / PAGE_KEYS + len(self._parts(estimate))
+        pages = max(_MARGIN * estimate / PAGE_KEYS, len(self._parts(estimate)))
         return pages * HEADS_PER_PAGE <= self._wanted and estimate * _MARGIN <= MAX_BELIEFS
 
-    def _parts(self, estimate: float) -> list[_Part]:
-        """Shares of about one page each; or the 256 directories if the store can only begin a
-        listing at the start of one.
+    def _parts(self, estimate: float, first: int = 0) -> list[_Part]:
+        """Shares of about one page each of the keys that begin with `first` or more; or their
+        directories, if the store can only begin a listing at the start of one.
         """
-        count = _PARTS_MAX
+        width = _PARTS_MAX - first
+        count = width
         if self._store.place.scheme == "s3":
-            count = min(_PARTS_MAX, int(_MARGIN * estimate / PAGE_KEYS) + 1)
-        bounds = [i * _PARTS_MAX // count for i in range(count + 1)]
+            share = estimate * width / _PARTS_MAX
+            count = min(width, int(_MARGIN * share / PAGE_KEYS) + 1)
+        bounds = [first + i * width // count for i in range(count + 1)]
         return [_Part(first, end) for first, end in itertools.pairwise(bounds)]
 
     def _first_page(self) -> tuple[list[BlockKey], bool]:
@@ -243,4 +247,5 @@ def key_of(path: str) -> BlockKey | None:
         key = BlockKey(bytes.fromhex(name))
     except ValueError:
         return None
-    return key if key and path.endswith(f"/{name[:2]}/{name}") else None
+    is_block = bool(key) and path.endswith(f"/{name[:2]}/{name}") and key.hex() == name
+    return key if is_block else None

@@ -36,7 +36,6 @@ _CREDENTIAL_SOURCES = re.compile(
     r"169\.254\.\d+\.\d+|metadata\.google|/latest/api/token|AssumeRoleWithWebIdentity"
     r"|oauth2|ExternalAccount|credential provider"
 )
-# the client hides the address of the token service, the only one that it posts to
 
 _BUCKET_CODES = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"}
 _FULL_CODES = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "StorageFull"}
@@ -85,6 +84,7 @@ def fault_of_client(error: Exception, place: Place, doing: str) -> KVTierError:
     code = match.group(1) if match else ""
     said = " ".join(filter(None, (str(status or ""), code))) or type(error).__name__
     where = f"{place.url}: {doing} failed ({said})"
+    # the client hides the address of the token service, the only one that it posts to
     if _CREDENTIAL_SOURCES.search(text) or (status and "POST REDACTED" in text):
         return TierDeniedError(
             f"{where}: no credentials could be had, neither from the environment nor from a role "
