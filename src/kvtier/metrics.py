@@ -75,6 +75,18 @@ READS_OPEN = _gauge("reads_open", "1 while the tier is not read since it fails o
 WRITES_OPEN = _gauge(
     "writes_open", "1 while nothing is written to the tier since it fails or stalls, else 0."
 )
+FAULTS = _counter(
+    "tier_faults",
+    "Number of failures of the tier by cause: of blocks, and of batches of lookups.",
+    ("tier", "cause"),
+)
+PROCESS_STARTS = _counter("process_starts", "Number of I/O processes started for the tier.")
+PROCESS_KILLS = _counter(
+    "process_kills", "Number of I/O processes of the tier killed since they hung or sent nonsense."
+)
+PROCESS_CRASHES = _counter(
+    "process_crashes", "Number of I/O processes of the tier that ended by themselves."
+)
 TIMES_OPENED = _counter("times_opened", "Number of times that the tier began to be left alone.")
 INTERNAL_ERRORS = _counter(
     "internal_errors", "Number of errors that were contained; each is a defect of kvtier.", ()
@@ -83,6 +95,17 @@ USED_SLOTS = _gauge("used_slots", "Number of slots of the pool that hold a block
 TOTAL_SLOTS = _gauge("total_slots", "Number of slots of the pool.")
 PINNED_SLOTS = _gauge("pinned_slots", "Number of slots of the pool that cannot be evicted now.")
 JOBS_IN_FLIGHT = _gauge("jobs_in_flight", "Number of jobs that the tier has not ended.")
+USED_BYTES = _gauge("used_bytes", "Bytes that the tier's blocks take where they are kept.")
+CAPACITY_BYTES = _gauge("capacity_bytes", "Bytes that the tier's blocks may take.")
+EVICTED_BLOCKS = _counter("evicted_blocks", "Number of blocks that the tier gave up for others.")
+
+FIGURES: Mapping[str, Metric] = MappingProxyType(
+    {
+        metric.name.removeprefix("vllm:kvtier_"): metric
+        for metric in (USED_BYTES, CAPACITY_BYTES, EVICTED_BLOCKS)
+    }
+)
+"""Metrics out of what a tier itself tells (`tiers.base.SupportsFigures`), by the name it uses."""
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
@@ -94,6 +117,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             *(CORRUPT_BLOCKS, SKIPPED_STORE_BLOCKS, EXPIRED_WAITS, INTERNAL_ERRORS),
             *(EXPIRED_JOBS, RECOMPUTED_BLOCKS, FILTERED_BLOCKS, DRIVER_ERRORS),
             *(READS_OPEN, WRITES_OPEN, TIMES_OPENED),
+            *(FAULTS, PROCESS_STARTS, PROCESS_KILLS, PROCESS_CRASHES, *FIGURES.values()),
             *(USED_SLOTS, TOTAL_SLOTS, PINNED_SLOTS, JOBS_IN_FLIGHT),
         )
     }

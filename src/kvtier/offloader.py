@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -19,29 +19,44 @@ from kvtier.core.health import Patience, State
 from kvtier.core.limits import Limits
 from kvtier.core.manager import TieringManager
 from kvtier.core.pool import BlockPool
-from kvtier.core.types import Command, Completion, Lend, Probe, Read, Write
+from kvtier.core.types import Command, Completion, Lend, Probe, Read, TierId, Write
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews
 from kvtier.drivers.guard import GuardedDriver
+from kvtier.drivers.process.driver import ProcessDriver
+from kvtier.drivers.process.process import Launch
 from kvtier.drivers.threaded import ThreadedDriver
+from kvtier.envelope import HEADER_BYTES
 from kvtier.namespace import Namespace
 from kvtier.policies import load_policy
 from kvtier.region import Region
-from kvtier.tiers.base import Tier
-from kvtier.tiers.registry import TierType, decode_settings, load_tier_type
+from kvtier.tiers.registry import ChecksBlock, TierType, decode_settings, load_tier_type
 
 log = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 2.0
 """vLLM kills its engine a few seconds after it asked for the end."""
 
+_HANG_DEADLINES = 2
+"""A tier that is still at a job after so many deadlines of it will not come back by itself."""
+
 
 @dataclass(frozen=True)
 class ConfiguredTier:
-    """A tier as configured and checked, not opened yet."""
+    """A tier as configured and checked, not opened yet.
+
+    Attributes:
+        name: of the tier.
+        tier_type: how it is opened.
+        options: its own options, decoded.
+        type_name: the `type` that named it.
+        plain_options: its own options as they were written; may hold credentials.
+    """
 
     name: str
     tier_type: TierType
     options: msgspec.Struct
+    type_name: str
+    plain_options: Mapping[str, object] = field(repr=False)
 
     def preflight(self, setting: str) -> None:
         """Check what can be checked before anything is made. Raises ConfigError."""
@@ -58,19 +73,70 @@ def configure_tiers(tiers: Sequence[TierSettings]) -> tuple[ConfiguredTier, ...]
     for place, tier in enumerate(tiers):
         setting = f"secondary_tiers[{place}]"
         tier_type = load_tier_type(tier.type, f"{setting}.type")
-        options = decode_settings(tier_type, tier.plain_options(), setting)
-        configured.append(ConfiguredTier(tier.name, tier_type, options))
+        plain = tier.plain_options()
+        options = decode_settings(tier_type, plain, setting)
+        configured.append(ConfiguredTier(tier.name, tier_type, options, tier.type, plain))
         configured[-1].preflight(setting)
     return tuple(configured)
 
 
-MakeDriver = Callable[[ConfiguredTier, Callable[[str], Tier]], SecondaryTierManager]
+def check_blocks(tiers: Sequence[ConfiguredTier], row_bytes: int) -> None:
+    """Check that each tier can keep a block, once its size is known.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    for place, tier in enumerate(tiers):
+        if isinstance(tier.tier_type, ChecksBlock):
+            setting = f"secondary_tiers[{place}]"
+            tier.tier_type.check_block(tier.options, setting, HEADER_BYTES + row_bytes)
 
 
-def on_threads(tier: ConfiguredTier, open_tier: Callable[[str], Tier]) -> SecondaryTierManager:
+@dataclass(frozen=True)
+class Assignment:
+    """What the driver of a tier is made from.
+
+    Attributes:
+        tier: as configured.
+        tier_id: its position.
+        region: where its slots are.
+        facts_of: what a namespace's digest stands for, JSON-able, without secrets.
+        hang_s: how long it may take for anything before it is killed, if it can be.
+    """
+
+    tier: ConfiguredTier
+    tier_id: TierId
+    region: Region
+    facts_of: Callable[[str], Mapping[str, object]]
+    hang_s: float
+
+
+MakeDriver = Callable[[Assignment], SecondaryTierManager]
+
+
+def make_driver_for(assignment: Assignment) -> SecondaryTierManager:
+    """A process of its own, unless the tier's type asks to run in this one."""
+    if getattr(assignment.tier.tier_type, "in_process", False):
+        return on_threads(assignment)
+    return in_a_process(assignment)
+
+
+def in_a_process(assignment: Assignment) -> SecondaryTierManager:
+    """Run a tier in a process of its own."""
+    tier = assignment.tier
+    launch = Launch(tier.name, tier.type_name, tier.plain_options, assignment.tier_id)
+    return ProcessDriver(launch, assignment.region, assignment.facts_of, assignment.hang_s)
+
+
+def on_threads(assignment: Assignment) -> SecondaryTierManager:
     """Run a tier on threads of this process."""
-    num_threads = tier.tier_type.num_threads(tier.options)
-    return ThreadedDriver(tier.name, open_tier, num_threads=num_threads)
+    tier = assignment.tier
+    return ThreadedDriver(
+        tier.name,
+        lambda digest: tier.tier_type.open(tier.options, digest, assignment.facts_of(digest)),
+        tier.tier_type.num_threads(tier.options),
+        assignment.tier_id,
+    )
 
 
 class Offloader:
@@ -83,7 +149,7 @@ class Offloader:
         namespace: under which blocks are shared; None only when there are no tiers.
         windows: cache groups that are looked up from the right.
         clock: seconds, monotonic.
-        make_driver: runs a tier, given a function that opens it for a namespace's digest.
+        make_driver: runs a tier.
 
     Attributes:
         core: decides; asked by the host.
@@ -98,7 +164,7 @@ class Offloader:
         namespace: Namespace | None,
         windows: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
-        make_driver: MakeDriver | None = None,
+        make_driver: MakeDriver = make_driver_for,
     ) -> None:
         assert namespace is not None or not tiers, "a tier needs a namespace"
         num_slots = region.geometry.num_slots
@@ -115,9 +181,13 @@ class Offloader:
             limits_of(settings, num_slots, len(tiers)),
             windows,
         )
-        make = make_driver or on_threads
+        hang_s = _HANG_DEADLINES * settings.job_deadline_ms / 1e3
         self.drivers = tuple(
-            GuardedDriver(tier.name, make(tier, self._opener(tier))) for tier in tiers
+            GuardedDriver(
+                tier.name,
+                make_driver(Assignment(tier, TierId(place), region, self._facts_of, hang_s)),
+            )
+            for place, tier in enumerate(tiers)
         )
 
     def begin(self) -> None:
@@ -183,12 +253,8 @@ class Offloader:
                 views = SlotViews(self.region, slots, readonly=True)
                 driver.submit_lend(ticket, JobMetadata(job, keys, views, namespace), missing)
 
-    def _opener(self, tier: ConfiguredTier) -> Callable[[str], Tier]:
-        def open_tier(digest: str) -> Tier:
-            namespace = next(n for n in self._namespaces if n.digest == digest)
-            return tier.tier_type.open(tier.options, digest, namespace.describe())
-
-        return open_tier
+    def _facts_of(self, digest: str) -> Mapping[str, object]:
+        return next(each.describe() for each in self._namespaces if each.digest == digest)
 
 
 def limits_of(settings: Settings, num_slots: int, num_tiers: int) -> Limits:

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
-import random
-import signal
 import stat
 import subprocess
 import sys
@@ -19,8 +18,10 @@ import kvtier
 from kvtier.errors import ConfigError, MissingBlockError
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
 from kvtier.testing.contract import TierContract
-from kvtier.tiers.base import SupportsDelete, Tier
-from kvtier.tiers.fs.files import FilesTier, check_root
+from kvtier.tiers.base import SupportsBatch, SupportsDelete, SupportsFigures, Tier
+from kvtier.tiers.fs.files import Durability, FilesTier, check_root
+from kvtier.tiers.fs.namespace_directory import NamespaceDirectory
+from kvtier.tiers.fs.temporary import TempNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,16 +32,36 @@ put = TierContract.put
 get = TierContract.get
 
 
-class TestFilesTier(TierContract):
+class FilesContract(TierContract):
+    direct = False
+    durability: Durability = "none"
+
     @pytest.fixture(autouse=True)
     def place(self, tmp_path: Path) -> None:
         self.root = tmp_path
 
     def make(self) -> Tier:
-        return FilesTier(self.root, NAMESPACE)
+        return FilesTier(self.root, NAMESPACE, durability=self.durability, direct=self.direct)
 
     def reopen(self) -> Tier:
-        return FilesTier(self.root, NAMESPACE)
+        return self.make()
+
+
+class TestFilesTier(FilesContract):
+    pass
+
+
+class TestDirectFilesTier(FilesContract):
+    direct = True
+
+
+class TestDurableFilesTier(FilesContract):
+    durability = "data"
+
+
+class TestDurableDirectFilesTier(FilesContract):
+    durability = "data"
+    direct = True
 
 
 @pytest.fixture
@@ -53,11 +74,21 @@ def tier(tmp_path: Path) -> Iterator[FilesTier]:
 def file_of(root: Path, i: int) -> Path:
     """Where the layout puts a block: written down here a second time, as a reader of it would."""
     name = key_of(i).hex()
-    return root / NAMESPACE / name[0:2] / name[2:4] / name
+    return root / NAMESPACE / name[:3] / name
 
 
 def files_under(root: Path) -> list[Path]:
     return [path for path in root.rglob("*") if not path.is_dir() and path.name != "namespace.json"]
+
+
+def is_held(root: Path) -> bool:
+    """Whether somebody has the namespace open, told as a sweeper would."""
+    with (root / NAMESPACE / "namespace.json").open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def python(code: str, *arguments: object) -> subprocess.Popen[str]:
@@ -117,9 +148,13 @@ def test_a_write_replaces_a_file_of_another_length(
     assert get(tier, key_of(1)) == block_of(key_of(1))
 
 
-def test_an_empty_file_does_not_exist(tmp_path: Path, tier: FilesTier) -> None:
+def test_an_empty_file_is_there_until_it_is_read(tmp_path: Path, tier: FilesTier) -> None:
+    """Existence is asked for thousands of keys: the length is not looked at."""
     put(tier, key_of(1))
     os.truncate(file_of(tmp_path, 1), 0)
+    assert tier.exists([key_of(1)]) == [True]
+    with pytest.raises(MissingBlockError):
+        get(tier, key_of(1))
     assert tier.exists([key_of(1)]) == [False]
 
 
@@ -129,28 +164,66 @@ def test_a_symbolic_link_is_not_followed(tmp_path: Path, tier: FilesTier) -> Non
     path = file_of(tmp_path, 1)
     path.parent.mkdir(parents=True)
     path.symlink_to(elsewhere)
-    assert tier.exists([key_of(1)]) == [False]
     with pytest.raises(MissingBlockError):
         get(tier, key_of(1))
+    tier.delete(key_of(1))
+    assert path.is_symlink(), "foreign"
     put(tier, key_of(1), block_of(key_of(1)))
     assert not path.is_symlink(), "the link was replaced by a block"
     assert elsewhere.read_bytes() == block_of(key_of(1)), "and what it pointed to left alone"
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "socket"])
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_is_no_file_is_missing_and_left_alone(tmp_path: Path, kind: str, direct: bool) -> None:
+    tier = FilesTier(tmp_path, NAMESPACE, direct=direct)
+    path = file_of(tmp_path, 1)
+    path.parent.mkdir(parents=True)
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)  # opening one waits for a writer
+    else:
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    for buffers in (get, lambda tier, key: tier.read(key, ())):
+        with pytest.raises(MissingBlockError):
+            buffers(tier, key_of(1))
+    tier.delete(key_of(1))
+    assert path.exists()
 
 
 def test_keys_spread_over_the_directories(tmp_path: Path, tier: FilesTier) -> None:
     for i in range(500):
         tier.write(key_of(i), (memoryview(b"block"),))
     first = [path for path in (tmp_path / NAMESPACE).iterdir() if path.is_dir()]
-    assert len(first) > 180  # of 256; 219 are expected
-    assert max(len(list(path.iterdir())) for path in first) < 12
+    assert len(first) > 440  # of 4,096; 471 are expected
+    assert max(len(list(path.iterdir())) for path in first) < 6
 
 
-def test_a_wiped_namespace_is_made_again(tmp_path: Path, tier: FilesTier) -> None:
+def test_a_wiped_namespace_is_made_again(tmp_path: Path) -> None:
+    tier = FilesTier(tmp_path, NAMESPACE, {"model": "tiny"})
     put(tier, key_of(1))
     (tmp_path / NAMESPACE).rename(tmp_path / "wiped")
     assert tier.exists([key_of(1)]) == [False]
+    with pytest.raises(MissingBlockError):
+        get(tier, key_of(1))
     put(tier, key_of(1))
     assert get(tier, key_of(1)) == block_of(key_of(1))
+    assert tier.exists([key_of(1), key_of(2)]) == [True, False]
+    assert json.loads((tmp_path / NAMESPACE / "namespace.json").read_text()) == {"model": "tiny"}
+    assert is_held(tmp_path)
+
+
+def test_a_namespace_that_others_made_anew_is_used_and_held(tmp_path: Path) -> None:
+    tier = FilesTier(tmp_path, NAMESPACE)
+    (tmp_path / NAMESPACE).rename(tmp_path / "wiped")
+    other = FilesTier(tmp_path, NAMESPACE)
+    put(other, key_of(1))
+    other.close()
+    assert not is_held(tmp_path)
+    assert tier.exists([key_of(1), key_of(2)]) == [True, False]
+    assert get(tier, key_of(1)) == block_of(key_of(1))
+    assert is_held(tmp_path)
 
 
 def test_a_root_that_vanished_is_not_made_again(tmp_path: Path) -> None:
@@ -158,26 +231,73 @@ def test_a_root_that_vanished_is_not_made_again(tmp_path: Path) -> None:
     root = tmp_path / "mount"
     root.mkdir()
     tier = FilesTier(root, NAMESPACE)
+    put(tier, key_of(2))
     root.rename(tmp_path / "unmounted")
-    with pytest.raises(FileNotFoundError):
-        put(tier, key_of(1))
-    with pytest.raises(FileNotFoundError):
-        FilesTier(root, NAMESPACE)
+    for fails in (
+        lambda: put(tier, key_of(1)),
+        lambda: get(tier, key_of(2)),
+        lambda: tier.exists([key_of(2)]),
+        lambda: FilesTier(root, NAMESPACE),
+    ):
+        with pytest.raises(FileNotFoundError):
+            fails()
     assert not root.exists()
+    (tmp_path / "unmounted").rename(root)
+    assert get(tier, key_of(2)) == block_of(key_of(2)), "and it may come back"
+
+
+def mount_tmpfs(path: Path, options: str = "size=8m") -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("a tmpfs cannot be mounted")
+
+
+def test_a_mount_that_was_lost_is_not_replaced_by_the_disk_below(tmp_path: Path) -> None:
+    """The directory is still there, but empty, and another disk's."""
+    mount_tmpfs(tmp_path)
+    try:
+        tier = FilesTier(tmp_path, NAMESPACE)
+        put(tier, key_of(1))
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+    for fails in (
+        lambda: put(tier, key_of(1)),
+        lambda: get(tier, key_of(1)),
+        lambda: tier.exists([key_of(1)]),
+    ):
+        with pytest.raises(OSError, match="another file system") as caught:
+            fails()
+        assert caught.value.errno == errno.ESTALE
+    assert list(tmp_path.iterdir()) == []
+    mount_tmpfs(tmp_path)
+    try:
+        (tmp_path / "kvtier.json").touch()  # the mark of a root: this mount is meant
+        put(tier, key_of(1))
+        assert get(tier, key_of(1)) == block_of(key_of(1))
+    finally:
+        tier.close()
+        subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
 def test_a_broken_medium_is_not_an_absent_block(tmp_path: Path) -> None:
     """A loop of links stands for it: an error of stat that is not absence, even for root."""
     tier = FilesTier(tmp_path, NAMESPACE)
+    put(tier, key_of(2))
     directory = file_of(tmp_path, 1).parent
-    directory.parent.mkdir()
     directory.symlink_to(directory)
     with pytest.raises(OSError, match="symbolic links"):
-        tier.exists([key_of(1)])
+        tier.exists([key_of(2), key_of(1)])
 
 
 def test_it_can_delete(tier: FilesTier) -> None:
     assert isinstance(tier, SupportsDelete)
+
+
+def test_it_moves_batches_and_has_figures(tier: FilesTier) -> None:
+    assert isinstance(tier, SupportsBatch)
+    assert isinstance(tier, SupportsFigures)
 
 
 # --- what the namespace stands for
@@ -192,6 +312,29 @@ def test_the_namespace_is_described_once(tmp_path: Path) -> None:
     assert files_under(tmp_path) == []
 
 
+def test_a_namespace_is_held_while_it_is_open(tmp_path: Path) -> None:
+    first, second = FilesTier(tmp_path, NAMESPACE), FilesTier(tmp_path, NAMESPACE)
+    assert is_held(tmp_path)
+    first.close()
+    assert is_held(tmp_path)
+    second.close()
+    assert not is_held(tmp_path)
+
+
+def test_a_namespace_that_a_sweeper_has_for_itself_is_held_later(tmp_path: Path) -> None:
+    now = 100.0
+    FilesTier(tmp_path, NAMESPACE).close()
+    with (tmp_path / NAMESPACE / "namespace.json").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        directory = NamespaceDirectory(tmp_path, NAMESPACE, clock=lambda: now)
+    directory.hold()
+    assert not is_held(tmp_path), "not tried again at once"
+    now += 1.0
+    directory.hold()
+    assert is_held(tmp_path)
+    directory.close()
+
+
 # --- permissions
 
 
@@ -204,7 +347,7 @@ def test_only_the_owner_may_read(tmp_path: Path, umask: int) -> None:
     finally:
         os.umask(before)
     paths = list(tmp_path.rglob("*"))
-    assert len(paths) == 5
+    assert len(paths) == 4
     for path in paths:
         expected = 0o700 if path.is_dir() else 0o600
         assert stat.S_IMODE(path.stat().st_mode) == expected, path
@@ -281,153 +424,39 @@ def test_check_root_refuses_what_is_no_directory(tmp_path: Path) -> None:
         check_root(tmp_path / "file" / "below", "x")
 
 
-# --- killed writers and full disks
-
-WRITER = """
-import sys, itertools
-from pathlib import Path
-from kvtier.testing.blocks import NAMESPACE, block_of, key_of
-from kvtier.tiers.fs.files import FilesTier
-tier = FilesTier(Path(sys.argv[1]), NAMESPACE)
-for i in itertools.count(int(sys.argv[2])):
-    content = memoryview(block_of(key_of(i), int(sys.argv[3])))
-    print(i, flush=True)
-    tier.write(key_of(i), (content[:4096], content[4096:]))
-"""
-
-
-def test_a_killed_writer_leaves_whole_blocks_or_nothing(tmp_path: Path) -> None:
-    block_bytes = 4 << 20  # a write that takes a while
-    chance = random.Random(1)
-    numbers = {}
-    blocks: set[Path] = set()
-    temps: set[Path] = set()
-    for attempt in range(60):
-        if attempt >= 8 and temps:
-            break  # one kill at least was in the middle of a write
-        first = 100 * attempt
-        numbers |= {key_of(i).hex(): i for i in range(first, first + 100)}
-        writer = python(WRITER, tmp_path, first, block_bytes)
-        assert writer.stdout is not None
-        with writer:
-            for _ in range(chance.randint(1, 12)):
-                assert writer.stdout.readline()
-            # into the write that was announced, at no particular place of it
-            threading.Event().wait(chance.random() * 0.004)
-            writer.kill()
-        assert writer.returncode == -signal.SIGKILL
-        found = set(files_under(tmp_path))
-        temps = {path for path in found if path.name.endswith(".tmp")}
-        for path in found - temps - blocks:
-            content = block_of(key_of(numbers[path.name]), block_bytes)
-            assert path.read_bytes() == content, "a torn block"
-        blocks = found - temps
-    assert blocks, "no block was finished"
-    assert temps, "no kill hit a write"
-    tier = FilesTier(tmp_path, NAMESPACE)
-    now = max(path.stat().st_mtime for path in files_under(tmp_path))
-    assert tier.sweep(now=now) == 0, "they are young"
-    assert tier.sweep(60, now=now + 61) == len(temps)
-    assert set(files_under(tmp_path)) == blocks
-
-
-LIMITED = """
-import errno, resource, sys
-from pathlib import Path
-from kvtier.testing.blocks import NAMESPACE, block_of, key_of
-from kvtier.tiers.fs.files import FilesTier
-tier = FilesTier(Path(sys.argv[1]), NAMESPACE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-content = memoryview(block_of(key_of(1), 300_000))
-try:
-    tier.write(key_of(1), (content[:4096], content[4096:]))
-except OSError as error:
-    print(errno.errorcode[error.errno])
-tier.write(key_of(2), (memoryview(block_of(key_of(2), 100_000)),))
-print(*tier.exists([key_of(1), key_of(2)]))
-"""
-
-
-def test_a_write_that_is_cut_short_leaves_nothing(tmp_path: Path) -> None:
-    """The limit lets a first write through in part, so that the rest has to be written too."""
-    with python(LIMITED, tmp_path) as child:
-        assert child.stdout is not None
-        assert child.stdout.read().split() == ["EFBIG", "False", "True"]
-    assert files_under(tmp_path) == [file_of(tmp_path, 2)]
-
-
-def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", tmp_path],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip("a tmpfs cannot be mounted")
-    try:
-        tier = FilesTier(tmp_path, NAMESPACE)
-        kept, refused = [], []
-        for i in range(10):
-            try:
-                put(tier, key_of(i))
-                kept.append(i)
-            except OSError as error:
-                refused.append(error.errno)
-        assert 1 <= len(kept) < 8
-        assert refused == [errno.ENOSPC] * (10 - len(kept))
-        assert sorted(files_under(tmp_path)) == sorted(file_of(tmp_path, i) for i in kept)
-        tier.delete(key_of(0))
-        put(tier, key_of(30))
-        assert get(tier, key_of(30)) == block_of(key_of(30))
-    finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)
-
-
-def test_short_reads_and_writes_are_continued(
-    tmp_path: Path, tier: FilesTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel may move less than asked for; here it never moves more than 5,000 bytes."""
-    whole_read, whole_write = os.preadv, os.pwritev
-
-    def cut(buffers: list[memoryview]) -> list[memoryview]:
-        return [next(view for view in buffers if view.nbytes)[:5000]]
-
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: whole_read(fd, cut(views), at))
-    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: whole_write(fd, cut(views), at))
-    put(tier, key_of(1))
-    assert file_of(tmp_path, 1).read_bytes() == block_of(key_of(1))
-    assert get(tier, key_of(1)) == block_of(key_of(1))
-
-
 # --- the sweep
 
 
-def test_the_sweep_takes_old_temporary_files_alone(tmp_path: Path, tier: FilesTier) -> None:
+def test_the_sweep_takes_temporary_files_of_the_dead_alone(tmp_path: Path, tier: FilesTier) -> None:
     put(tier, key_of(1))
     directory = file_of(tmp_path, 1).parent
-    old, young, top = (
-        directory / "1-a-0.tmp",
-        directory / "1-a-1.tmp",
-        tmp_path / NAMESPACE / "t.tmp",
-    )
-    for path, age in ((old, 3601), (young, 3599), (top, 9999), (file_of(tmp_path, 1), 9999)):
+    with python(
+        "from kvtier.tiers.fs.temporary import TempNames; print(TempNames().new())"
+    ) as gone:
+        assert gone.stdout is not None
+        dead_name = gone.stdout.read().strip()
+    living = directory / TempNames().new()
+    dead, dead_at_top = directory / dead_name, tmp_path / NAMESPACE / dead_name
+    old, young = directory / "1-a-0.tmp", directory / "1-a-1.tmp"
+    foreign, deep = directory / "foreign.tmp", tmp_path / NAMESPACE / "stores" / dead_name
+    other = tmp_path / ("ef" * 32) / dead_name
+    kept = [living, young, foreign, deep, other, file_of(tmp_path, 1)]
+    for path in (*kept, dead, dead_at_top, old):
+        path.parent.mkdir(exist_ok=True)
         path.touch()
-        os.utime(path, (1e6 - age, 1e6 - age))
-    other = tmp_path / ("ef" * 32)
-    other.mkdir()
-    (other / "x.tmp").touch()
-    os.utime(other / "x.tmp", (0, 0))
-    assert tier.sweep(now=1e6) == 2
-    assert (young.exists(), old.exists(), top.exists()) == (True, False, False)
-    assert file_of(tmp_path, 1).exists()
+        os.utime(path, (1e6 - 9999, 1e6 - 9999))
+    os.utime(young, (1e6 - 3599, 1e6 - 3599))
+    os.utime(old, (1e6 - 3601, 1e6 - 3601))
+    assert tier.sweep(now=1e6) == 3
+    assert [path.exists() for path in (dead, dead_at_top, old)] == [False] * 3
+    assert [path.exists() for path in kept] == [True] * len(kept)
     assert (tmp_path / NAMESPACE / "namespace.json").exists()
-    assert (other / "x.tmp").exists(), "not ours"
 
 
 def test_a_closed_tier_does_not_sweep(tmp_path: Path, tier: FilesTier) -> None:
-    (tmp_path / NAMESPACE / "t.tmp").touch()
+    (tmp_path / NAMESPACE / "1-a-0.tmp").touch()
     tier.close()
-    assert tier.sweep(-1, now=1e12) == 0
+    assert tier.sweep(now=1e12) == 0
 
 
 def test_processes_that_start_together_share_a_namespace(tmp_path: Path) -> None:

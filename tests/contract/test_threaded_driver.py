@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.drivers.threaded import LOOKUP_BATCH, OPEN_TIERS_MAX, ThreadedDriver
+from kvtier.drivers.places import OPEN_TIERS_MAX
+from kvtier.drivers.threaded import LOOKUP_BATCH, ThreadedDriver
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, ArraySlots, block_of, key_of
 from kvtier.testing.contract import DriverContract
 from kvtier.testing.faults import Fail, FaultyTier, Hang

@@ -152,6 +152,7 @@ class ScriptedTierType:
     default_name = "scripted"
     medium = "STORAGE"
     locality = "LOCAL"
+    in_process = True  # its test talks to it by variables
 
     def num_threads(self, settings: ScriptedSettings) -> int:
         return 4

@@ -127,4 +127,4 @@ class Prompts:
 
 def block_files(root: Path) -> list[Path]:
     """Files of blocks below the root of an fs tier."""
-    return sorted(p for p in root.glob("*/??/??/*") if not p.name.endswith(".tmp"))
+    return sorted(p for p in root.glob("*/???/*") if not p.name.endswith(".tmp"))

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.metrics import (
+    FAULTS,
     INTERNAL_ERRORS,
     JOBS_IN_FLIGHT,
     METRICS,
@@ -29,6 +30,8 @@ def test_table_is_well_formed():
         *("write_bytes", "write_seconds", "write_failures"),
         *("corrupt_blocks", "skipped_store_blocks", "expired_waits", "internal_errors"),
         *("expired_jobs", "recomputed_blocks", "filtered_blocks", "driver_errors"),
+        *("tier_faults", "process_starts", "process_kills", "process_crashes"),
+        *("used_bytes", "capacity_bytes", "evicted_blocks"),
         *("reads_open", "writes_open", "times_opened"),
         *("used_slots", "total_slots", "pinned_slots", "jobs_in_flight"),
     }
@@ -37,7 +40,8 @@ def test_table_is_well_formed():
         assert metric.name == name
         assert re.fullmatch(r"vllm:kvtier_[a-z_]+", name)
         assert metric.documentation.endswith(".")
-        assert metric.labels == (() if metric is INTERNAL_ERRORS else ("tier",))
+        labels = {INTERNAL_ERRORS: (), FAULTS: ("tier", "cause")}
+        assert metric.labels == labels.get(metric, ("tier",))
 
 
 def test_only_what_changed_is_emitted():

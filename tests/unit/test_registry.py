@@ -158,7 +158,6 @@ def fs(**options: object) -> FsSettings:
 @pytest.mark.parametrize(
     ("options", "threads"),
     [
-        ({}, 16),
         ({"threads": 3}, 3),
         ({"n_read_threads": 6, "n_write_threads": 5}, 11),
         ({"n_read_threads": 6}, 7),
@@ -181,7 +180,7 @@ def test_fs_threads(options: dict[str, object], threads: int) -> None:
         ({"root_dir": "/x", "threads": 4, "n_read_threads": 2}, "either"),
         (
             {"root_dri": "/x"},
-            r"secondary_tiers\[1\]\.root_dri .*did you mean 'root_dir'.*layout, n_read_threads",
+            r"secondary_tiers\[1\]\.root_dri .*did you mean 'root_dir'.*layout, min_free, n_read",
         ),
     ],
 )
@@ -193,7 +192,7 @@ def test_wrong_fs_settings(options: dict[str, object], message: str) -> None:
 def test_fs_preflight_names_the_setting(tmp_path: Path) -> None:
     tier_type = load_tier_type("fs", SETTING)
     tier_type.preflight(fs(root_dir=str(tmp_path)), PLACE)
-    with pytest.raises(ConfigError, match=r"secondary_tiers\[1\]\.root_dir is .*absent"):
+    with pytest.raises(ConfigError, match=r"secondary_tiers\[1\]\.root_dir = .*absent"):
         tier_type.preflight(fs(root_dir=str(tmp_path / "absent")), PLACE)
 
 
@@ -211,8 +210,14 @@ def test_a_kind_opens_a_tier(name: str, tmp_path: Path) -> None:
     assert (tmp_path / NAMESPACE / "namespace.json").exists() == (name == "fs")
 
 
+def test_fs_measures_how_many_threads_a_directory_is_worth(tmp_path: Path) -> None:
+    threads = load_tier_type("fs", SETTING).num_threads(fs(root_dir=str(tmp_path)))
+    assert 2 <= threads <= 16
+    assert (tmp_path / ".kvtier" / "probe.json").exists()
+
+
 def test_fs_clears_away_what_killed_writers_left(tmp_path: Path) -> None:
-    left = tmp_path / NAMESPACE / "ab" / "cd" / "1-x-0.tmp"
+    left = tmp_path / NAMESPACE / "abc" / "1-x-0.tmp"
     left.parent.mkdir(parents=True)
     left.touch()
     os.utime(left, (0, 0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol, overload
 
 from kvtier.core.types import BlockKey, Completion, JobId, Slot
@@ -31,13 +31,16 @@ class SlotSource(Protocol):
 class SlotViews(Sequence[memoryview]):
     """Views of primary slots, made when they are asked for: on the driver's thread, not on the
     scheduler's.
+
+    Attributes:
+        slots: their numbers, in order.
     """
 
-    __slots__ = ("_readonly", "_slots", "_source")
+    __slots__ = ("_readonly", "_source", "slots")
 
     def __init__(self, source: SlotSource, slots: Sequence[Slot], readonly: bool) -> None:
+        self.slots = slots
         self._source = source
-        self._slots = slots
         self._readonly = readonly
 
     @overload
@@ -46,15 +49,15 @@ class SlotViews(Sequence[memoryview]):
     def __getitem__(self, index: slice) -> SlotViews: ...
     def __getitem__(self, index: int | slice) -> memoryview | SlotViews:
         if isinstance(index, slice):
-            return SlotViews(self._source, self._slots[index], self._readonly)
-        view = self._source.slot(self._slots[index])
+            return SlotViews(self._source, self.slots[index], self._readonly)
+        view = self._source.slot(self.slots[index])
         return view.toreadonly() if self._readonly else view
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self.slots)
 
     def __iter__(self) -> Iterator[memoryview]:
-        return (self[i] for i in range(len(self._slots)))
+        return (self[i] for i in range(len(self.slots)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,15 @@ class JobMetadata:
 
 @dataclass(slots=True)
 class TierCounters:
-    """What a tier did since it started. Read by the scheduler thread, written by the tier's."""
+    """What a tier did since it started. Read by the scheduler thread, written by the tier's.
+
+    Attributes:
+        faults: failures by their cause (`drivers.faults.cause_of`): blocks, and batches of lookups.
+        figures: what the tier itself tells, the latest: `tiers.base.SupportsFigures`.
+        process_starts: I/O processes started for the tier.
+        process_kills: those of them that were killed since they hung or sent nonsense.
+        process_crashes: those that ended by themselves.
+    """
 
     read_bytes: int = 0
     read_seconds: float = 0.0
@@ -91,6 +102,32 @@ class TierCounters:
     lookup_hits: int = 0
     lookup_failures: int = 0
     corrupt_blocks: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+    process_starts: int = 0
+    process_kills: int = 0
+    process_crashes: int = 0
+
+    def count_faults(self, cause: str, count: int = 1) -> None:
+        """More failures of one cause."""
+        self.faults[cause] = self.faults.get(cause, 0) + count
+
+    def add(self, other: TierCounters) -> None:
+        """Count what `other` counted as well; its figures are taken to be the newer ones."""
+        for name in _TOTALS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for cause, count in other.faults.items():
+            self.count_faults(cause, count)
+        self.figures.update(other.figures)
+
+    def copy(self) -> TierCounters:
+        """The totals as they stand."""
+        return replace(self, faults=dict(self.faults), figures=dict(self.figures))
+
+
+_TOTALS = tuple(
+    each.name for each in fields(TierCounters) if each.name not in ("faults", "figures")
+)
 
 
 class SecondaryTierManager(ABC):

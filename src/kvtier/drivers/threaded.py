@@ -3,15 +3,16 @@
     submit_* --> urgent: lookups, loads --+--> threads 1..n-1: urgent first   --+--> get_finished
              --> bulk:   stores ----------+--> thread 0:       bulk first     --+
 
-1. A job is cut into tasks, one per block, or per `LOOKUP_BATCH` keys of a lookup. Threads take them
-   one at a time, so the blocks of a job move in parallel and a job costs O(1) to submit.
+1. A job is cut into tasks when threads take them: one block each, or a run of blocks if the tier
+   takes batches, or `LOOKUP_BATCH` keys of a lookup. So the blocks of a job move in parallel and a
+   job costs O(1) to submit.
 2. Whatever a task raises, it ends; the job ends with its last task. So each job has one `Done`.
 3. Bytes are verified here, on the tier's thread, before their key counts as ok.
+4. What a task did is counted before its job ends: who sees a `Done` sees its figures.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -21,42 +22,47 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvtier.affinity import use_all_cores
-from kvtier.core.types import BlockKey, Completion, Done, Fault
+from kvtier.core.types import BlockKey, Completion, Done, Dropped, Fault, TierId
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager, TierCounters
-from kvtier.drivers.faults import fault_of, worse
-from kvtier.envelope import HEADER_BYTES, seal, verify
-from kvtier.errors import EnvelopeError, MissingBlockError, TierError
-from kvtier.tiers.base import SupportsDelete, Tier
+from kvtier.drivers.causes import Causes
+from kvtier.drivers.faults import cause_of, fault_of, worse
+from kvtier.drivers.moving import Headers, load, run_length, store
+from kvtier.drivers.places import Place, Places
+from kvtier.tiers.base import SupportsBatch, SupportsDelete, SupportsDropped, SupportsFigures, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from kvtier.drivers.moving import Moved
 
 logger = logging.getLogger(__name__)
 
 LOOKUP_BATCH = 256
 """Keys per `exists`: a long prompt's lookup is spread over the threads."""
 
-OPEN_TIERS_MAX = 4
-"""Namespaces kept open. A reset starts a new one, and jobs of the last few may still arrive."""
-
-_FIRST_BACKOFF_S = 1.0
-_LAST_BACKOFF_S = 60.0
+COLLECT_S = 1.0
+"""How often a tier is asked what it dropped and how full it is."""
 
 
-class _Operation(Enum):
+class Operation(Enum):
+    """What a job does."""
+
     LOOKUP = "lookup"
     LOAD = "load"
     STORE = "store"
 
 
 class ThreadedDriver(SecondaryTierManager):
-    """Moves blocks between slots and a `Tier`, one task per block on `num_threads` threads.
+    """Moves blocks between slots and a `Tier` on `num_threads` threads.
 
     Args:
         name: of the tier, for logs and thread names.
         open_tier: namespace -> tier. Called on a tier thread at the first job of a namespace; while
             it fails, that namespace's jobs fail, and it is tried again after 1 s, doubling to 60 s.
         num_threads: at least 2, since one of them serves stores first.
+        tier: named by what the tier drops.
+        on_finished: called on any thread whenever `get_finished` has something new; must be quick,
+            and call nothing of the driver.
         clock: seconds, monotonic.
         wall_clock_ns: nanoseconds since the epoch, for the envelopes' creation time.
     """
@@ -66,27 +72,32 @@ class ThreadedDriver(SecondaryTierManager):
         name: str,
         open_tier: Callable[[str], Tier],
         num_threads: int = 8,
+        tier: TierId = TierId(0),  # noqa: B008 - an int
+        on_finished: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         assert num_threads >= 2, "with one thread either loads or stores would starve"
         self._name = name
         self._open_tier = open_tier
+        self._tier = tier
+        self._on_finished = on_finished
         self._clock = clock
         self._wall_clock_ns = wall_clock_ns
+        self._causes = Causes(logger)
         self._condition = threading.Condition()  # guards all below but `_finished`
         self._urgent: deque[_Job] = deque()
         self._bulk: deque[_Job] = deque()
         self._closing = False
         self._running = num_threads
         self._counters = TierCounters()
-        self._causes: set[tuple[str, str, int | None]] = set()
-        self._places: dict[str, _Place] = {}
+        self._places = Places()
+        self._namespace = ""  # of the last job: what the others drop is no news any more
+        self._collect_at: float | None = None  # None while no open tier has anything to tell
+        self._running_since: dict[int, float] = {}  # by thread
         self._finished: deque[Completion] = deque()  # append and popleft are atomic
         self._threads = [
-            threading.Thread(
-                target=self._serve, args=(i == 0,), name=f"kvtier-{name}-{i}", daemon=True
-            )
+            threading.Thread(target=self._serve, args=(i,), name=f"kvtier-{name}-{i}", daemon=True)
             for i in range(num_threads)
         ]
         for thread in self._threads:
@@ -94,16 +105,15 @@ class ThreadedDriver(SecondaryTierManager):
 
     def submit_store(self, job: JobMetadata) -> None:
         """Queue a store behind all loads and lookups but for one thread."""
-        self._submit(_Job(_Operation.STORE, job, len(job.block_hashes)), self._bulk)
+        self._submit(_Job(Operation.STORE, job), self._bulk)
 
     def submit_load(self, job: JobMetadata) -> None:
         """Queue a load."""
-        self._submit(_Job(_Operation.LOAD, job, len(job.block_hashes)), self._urgent)
+        self._submit(_Job(Operation.LOAD, job), self._urgent)
 
     def submit_lookup(self, job: JobMetadata) -> None:
         """Queue a lookup, in batches of `LOOKUP_BATCH` keys."""
-        batches = -(-len(job.block_hashes) // LOOKUP_BATCH)
-        self._submit(_Job(_Operation.LOOKUP, job, batches), self._urgent)
+        self._submit(_Job(Operation.LOOKUP, job), self._urgent)
 
     def get_finished(self) -> list[Completion]:
         """Completions since the last call, oldest first."""
@@ -115,7 +125,13 @@ class ThreadedDriver(SecondaryTierManager):
     def counters(self) -> TierCounters:
         """A copy of the totals. Seconds are summed over the threads."""
         with self._condition:
-            return dataclasses.replace(self._counters)
+            return self._counters.copy()
+
+    def oldest_running_s(self) -> float:
+        """For how long the oldest running task has been running, in seconds; 0 if none is."""
+        with self._condition:
+            since = min(self._running_since.values(), default=None)
+        return 0.0 if since is None else max(0.0, self._clock() - since)
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """End queued jobs with what they have, wait for running tasks up to `timeout_s` seconds.
@@ -129,7 +145,7 @@ class ThreadedDriver(SecondaryTierManager):
             self._closing = True
             for queue in (self._urgent, self._bulk):
                 for job in queue:
-                    self._end_tasks(job, job.num_tasks - job.taken, [], None)
+                    self._end(job, job.num_keys - job.taken)
                 queue.clear()
             self._condition.notify_all()
         deadline = time.monotonic() + timeout_s
@@ -139,81 +155,111 @@ class ThreadedDriver(SecondaryTierManager):
 
     def _submit(self, job: _Job, queue: deque[_Job]) -> None:
         with self._condition:
-            if self._closing or job.num_tasks == 0:
-                self._finished.append(Done(job.metadata.job_id))
+            if self._closing or job.num_keys == 0:
+                self._tell(Done(job.metadata.job_id))
                 return
+            self._namespace = job.metadata.namespace
             queue.append(job)
-            self._condition.notify(job.num_tasks)
+            self._condition.notify(job.num_keys)
 
-    def _end_tasks(self, job: _Job, count: int, ok: list[BlockKey], fault: Fault | None) -> None:
-        """Count tasks of a job as ended; the last ones end the job. Called under the lock."""
-        job.ok += ok
+    def _tell(self, completion: Completion) -> None:
+        self._finished.append(completion)
+        self._on_finished()
+
+    def _end(
+        self, job: _Job, count: int, ok: list[BlockKey] | None = None, fault: Fault | None = None
+    ) -> None:
+        """Count keys of a job as done with; the last ones end the job. Called under the lock."""
+        job.ok += ok or []
         job.ended += count
         job.fault = worse(job.fault, fault)
-        if job.ended == job.num_tasks:
-            self._finished.append(Done(job.metadata.job_id, frozenset(job.ok), job.fault))
+        if job.ended == job.num_keys:
+            self._tell(Done(job.metadata.job_id, frozenset(job.ok), job.fault))
 
-    def _serve(self, bulk_first: bool) -> None:
+    def _serve(self, number: int) -> None:
         """Body of every thread."""
         use_all_cores()
-        first, second = (self._bulk, self._urgent) if bulk_first else (self._urgent, self._bulk)
-        header = memoryview(bytearray(HEADER_BYTES))  # of this thread's reads
+        queues = (self._bulk, self._urgent) if number == 0 else (self._urgent, self._bulk)
+        headers = Headers()
         while True:
             with self._condition:
-                while not (first or second or self._closing):
-                    self._condition.wait()
-                if self._closing:
+                while (task := self._take(*queues)) is None and not self._closing:
+                    if not self._condition.wait(COLLECT_S if self._collect_at else None):
+                        break
+                if self._closing and task is None:
                     self._running -= 1
                     last = self._running == 0
                     break
-                queue = first or second
-                job = queue[0]
-                index = job.taken
-                job.taken += 1
-                if job.taken == job.num_tasks:
-                    queue.popleft()
-            ok, fault = self._run_task(job, index, header)
+                self._running_since[number] = self._clock()
+                surplus = self._places.enter(task.place) if task else []
+            for place in surplus:
+                self._close_place(place)
+            if task is not None:
+                self._run(task, headers)
+            self._collect()
             with self._condition:
-                self._end_tasks(job, 1, ok, fault)
+                del self._running_since[number]
         if last:
-            for place in self._places.values():
+            for place in self._places:
                 self._close_place(place)
 
-    def _run_task(
-        self, job: _Job, index: int, header: memoryview
-    ) -> tuple[list[BlockKey], Fault | None]:
-        """The keys of one task that succeeded, and what failed besides. Raises nothing."""
-        namespace = job.metadata.namespace
-        try:
-            place = self._enter(namespace)
-            try:
-                tier = place.tier
-                assert tier is not None, "an entered place is open"
-                if job.operation is _Operation.LOOKUP:
-                    return self._look_up(tier, job.metadata, index), None
-                if job.operation is _Operation.LOAD:
-                    return self._load(tier, job.metadata, index, header), None
-                return self._store(tier, job.metadata, index), None
-            finally:
-                self._leave(place)
-        except _NotOpenError as error:
-            fault = error.fault  # its cause was logged when opening failed
-        # also what is not an Exception: extension modules raise panics as such, and every job
-        # must end
-        except BaseException as error:  # noqa: BLE001
-            fault = fault_of(error)
-            self._log_once(job.operation.value, error)
-        with self._condition:
-            if job.operation is _Operation.LOOKUP:
-                self._counters.lookup_failures += 1
-            elif job.operation is _Operation.LOAD:
-                self._counters.read_failures += 1
-            else:
-                self._counters.write_failures += 1
-        return [], fault
+    def _take(self, first: deque[_Job], second: deque[_Job]) -> _Task | None:
+        """The next task, unless all that is queued waits for a place to open. Called under the
+        lock.
+        """
+        for queue in (first, second):
+            for job in queue:
+                place = self._places.get(job.metadata.namespace)
+                if place.opening:
+                    continue
+                if place.tier is None:
+                    place.opening = True
+                start = job.taken
+                job.taken += min(self._length(job, place), job.num_keys - start)
+                if job.taken == job.num_keys:
+                    queue.remove(job)
+                return _Task(job, place, start, job.taken)
+        return None
 
-    def _look_up(self, tier: Tier, job: JobMetadata, index: int) -> list[BlockKey]:
-        keys = job.block_hashes[index * LOOKUP_BATCH : (index + 1) * LOOKUP_BATCH]
+    def _length(self, job: _Job, place: Place) -> int:
+        """Keys of the next task of a job."""
+        if job.operation is Operation.LOOKUP:
+            return LOOKUP_BATCH
+        tier = place.tier
+        if tier is None or not isinstance(tier, SupportsBatch) or not job.metadata.spec:
+            return 1
+        if not job.block_bytes:
+            job.block_bytes = job.metadata.spec[0].nbytes
+        return run_length(job.num_keys, job.block_bytes, len(self._threads))
+
+    def _run(self, task: _Task, headers: Headers) -> None:
+        """Do a task, and count what it did. Raises nothing."""
+        job, place = task.job, task.place
+        count = task.stop - task.start
+        ok: list[BlockKey] = []
+        fault: Fault | None = None
+        tier = place.tier if place.tier is not None else self._open(place)
+        if tier is None:
+            fault = place.fault  # its cause was logged when opening failed
+            self._count_failures(job.operation, place.cause, count)
+        else:
+            try:
+                if job.operation is Operation.LOOKUP:
+                    ok = self._look_up(tier, task)
+                else:
+                    ok, fault = self._move(tier, task, headers)
+            # also what is not an Exception: extension modules raise panics as such, and every job
+            # must end
+            except BaseException as error:  # noqa: BLE001
+                fault = fault_of(error)
+                self._causes.warn_of(self._name, job.operation.value, error)
+                self._count_failures(job.operation, cause_of(error), count)
+        with self._condition:
+            place.users -= 1
+            self._end(job, count, ok, fault)
+
+    def _look_up(self, tier: Tier, task: _Task) -> list[BlockKey]:
+        keys = task.job.metadata.block_hashes[task.start : task.stop]
         answers = tier.exists(keys)
         found = [key for key, there in zip(keys, answers, strict=True) if there]
         with self._condition:
@@ -221,155 +267,154 @@ class ThreadedDriver(SecondaryTierManager):
             self._counters.lookup_hits += len(found)
         return found
 
-    def _load(self, tier: Tier, job: JobMetadata, index: int, header: memoryview) -> list[BlockKey]:
-        key = job.block_hashes[index]
-        slot = job.spec[index]
+    def _move(
+        self, tier: Tier, task: _Task, headers: Headers
+    ) -> tuple[list[BlockKey], Fault | None]:
+        """The keys of a load or a store that succeeded, and what failed besides."""
+        operation, metadata = task.job.operation, task.job.metadata
+        keys = metadata.block_hashes[task.start : task.stop]
+        slots = [metadata.spec[i] for i in range(task.start, task.stop)]
         started = self._clock()
-        try:
-            tier.read(key, (header, slot))
-            verify(header, job.namespace, key, slot)
-        except MissingBlockError:
-            return []
-        except EnvelopeError as error:
-            self._log_once("verify", error)
-            with self._condition:
-                self._counters.corrupt_blocks += 1
-            self._drop(tier, key)
-            return []
+        if operation is Operation.LOAD:
+            moved = load(tier, metadata.namespace, keys, slots, headers)
+        else:
+            created_ns = self._wall_clock_ns()
+            moved = store(tier, metadata.namespace, keys, slots, headers, created_ns)
         seconds = self._clock() - started
+        for key, error in moved.corrupt:
+            self._causes.warn_of(self._name, "verify", error)
+            self._drop(tier, key)
+        fault: Fault | None = None
+        for failure in moved.failed:
+            fault = worse(fault, fault_of(failure))
+            self._causes.warn_of(self._name, operation.value, failure)
+            self._count_failures(operation, cause_of(failure), 1)
+        self._count_moved(operation, moved, sum(slot.nbytes for slot in slots[:1]), seconds)
+        return moved.ok, fault
+
+    def _count_moved(
+        self, operation: Operation, moved: Moved, block_bytes: int, seconds: float
+    ) -> None:
+        blocks = len(moved.ok)
         with self._condition:
-            self._counters.read_blocks += 1
-            self._counters.read_bytes += slot.nbytes
-            self._counters.read_seconds += seconds
-        return [key]
+            counters = self._counters
+            counters.corrupt_blocks += len(moved.corrupt)
+            if operation is Operation.LOAD and blocks:
+                counters.read_blocks += blocks
+                counters.read_bytes += blocks * block_bytes
+                counters.read_seconds += seconds
+            elif blocks:
+                counters.write_blocks += blocks
+                counters.write_bytes += blocks * block_bytes
+                counters.write_seconds += seconds
+
+    def _count_failures(self, operation: Operation, cause: str, blocks: int) -> None:
+        """Of a lookup, a whole batch counts as one failure."""
+        with self._condition:
+            if operation is Operation.LOOKUP:
+                blocks = 1
+                self._counters.lookup_failures += 1
+            elif operation is Operation.LOAD:
+                self._counters.read_failures += blocks
+            else:
+                self._counters.write_failures += blocks
+            self._counters.count_faults(cause, blocks)
 
     def _drop(self, tier: Tier, key: BlockKey) -> None:
         """Have a damaged block forgotten, so that it is not found and read again."""
         if isinstance(tier, SupportsDelete):
             try:
                 tier.delete(key)
-            except BaseException as error:  # noqa: BLE001 - as in _run_task
-                self._log_once("delete", error)
+            except BaseException as error:  # noqa: BLE001 - as in _run
+                self._causes.warn_of(self._name, "delete", error)
 
-    def _store(self, tier: Tier, job: JobMetadata, index: int) -> list[BlockKey]:
-        key = job.block_hashes[index]
-        slot = job.spec[index]
-        started = self._clock()
-        header = seal(job.namespace, key, slot, self._wall_clock_ns())
-        tier.write(key, (memoryview(header), slot))
-        seconds = self._clock() - started
+    def _open(self, place: Place) -> Tier | None:
+        """Open a place, unless that failed a moment ago. Called by the one thread that took it."""
+        now = self._clock()
         with self._condition:
-            self._counters.write_blocks += 1
-            self._counters.write_bytes += slot.nbytes
-            self._counters.write_seconds += seconds
-        return [key]
-
-    def _enter(self, namespace: str) -> _Place:
-        """The open tier of a namespace, kept open until `_leave`.
-
-        Raises:
-            _NotOpenError: it cannot be opened now.
-        """
-        with self._condition:
-            # last used last
-            place = self._places.pop(namespace, None) or _Place(namespace)
-            self._places[namespace] = place
-            place.users += 1
-            surplus = self._take_surplus()
-        for old in surplus:
-            self._close_place(old)
+            if not place.may_open(now):
+                place.opening = False
+                self._condition.notify_all()
+                return None
         try:
-            with place.opening:
-                if place.tier is None:
-                    self._open(place)
-        except _NotOpenError:
-            self._leave(place)
-            raise
-        return place
-
-    def _leave(self, place: _Place) -> None:
+            tier = self._open_tier(place.namespace)
+        except BaseException as error:  # noqa: BLE001 - as in _run
+            self._causes.warn_of(self._name, "open", error)
+            with self._condition:
+                place.failed(fault_of(error), cause_of(error), self._clock())
+                self._condition.notify_all()
+            return None
         with self._condition:
-            place.users -= 1
+            place.opened(tier)
+            if isinstance(tier, SupportsDropped | SupportsFigures) and self._collect_at is None:
+                self._collect_at = self._clock()
+            self._condition.notify_all()
+        return tier
 
-    def _take_surplus(self) -> list[_Place]:
-        """Remove the places that were unused longest and are not in use. Called under the lock."""
-        count = len(self._places) - OPEN_TIERS_MAX
-        idle = [place for place in self._places.values() if place.users == 0]
-        surplus = idle[: max(0, count)]
-        for place in surplus:
-            del self._places[place.namespace]
-        return surplus
+    def _collect(self) -> None:
+        """Ask the open tiers what they have to tell, if that is due."""
+        with self._condition:
+            now = self._clock()
+            if self._collect_at is None or now < self._collect_at:
+                return
+            self._collect_at = now + COLLECT_S
+            places = [place for place in self._places if place.tier is not None]
+            for place in places:
+                place.users += 1
+        for place in places:
+            try:
+                assert place.tier is not None, "only open ones"
+                self._collect_of(place.namespace, place.tier)
+            except BaseException as error:  # noqa: BLE001 - as in _run
+                self._causes.warn_of(self._name, "figures", error)
+        with self._condition:
+            for place in places:
+                place.users -= 1
 
-    def _open(self, place: _Place) -> None:
-        """Open a place, unless that failed a moment ago. Called under the place's lock."""
-        if place.failed and self._clock() < place.retry_at:
-            raise _NotOpenError(place.fault)
-        try:
-            place.tier = self._open_tier(place.namespace)
-        except BaseException as error:  # as in _run_task
-            self._log_once("open", error)
-            place.retry_at = self._clock() + min(
-                _LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2**place.failed
-            )
-            place.failed += 1
-            place.fault = fault_of(error)
-            raise _NotOpenError(place.fault) from error
-        place.failed = 0
+    def _collect_of(self, namespace: str, tier: Tier) -> None:
+        dropped = tuple(tier.take_dropped()) if isinstance(tier, SupportsDropped) else ()
+        figures = dict(tier.figures()) if isinstance(tier, SupportsFigures) else {}
+        with self._condition:
+            if namespace != self._namespace:
+                return
+            changed = any(self._counters.figures.get(name) != figures[name] for name in figures)
+            self._counters.figures.update(figures)
+            if dropped:
+                self._tell(Dropped(self._tier, dropped))
+            elif changed:
+                self._on_finished()
 
-    def _close_place(self, place: _Place) -> None:
+    def _close_place(self, place: Place) -> None:
         if place.tier is None:
             return
         try:
             place.tier.close()
-        except BaseException as error:  # noqa: BLE001 - as in _run_task
-            self._log_once("close", error)
-
-    def _log_once(self, operation: str, error: BaseException) -> None:
-        """Log the first error of its cause; later ones are only counted."""
-        number = error.errno if isinstance(error, OSError) else None
-        cause = (operation, type(error).__name__, number)
-        with self._condition:
-            if cause in self._causes:
-                return
-            self._causes.add(cause)
-        logger.warning(
-            "Tier %s: %s failed: %s: %s (further ones are counted, not logged)",
-            self._name,
-            operation,
-            type(error).__name__,
-            error,
-        )
+        except BaseException as error:  # noqa: BLE001 - as in _run
+            self._causes.warn_of(self._name, "close", error)
 
 
-class _NotOpenError(TierError):
-    """The tier of a namespace could not be opened, now or a moment ago."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault.value)
-        self.fault = fault
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Job:
     """A submitted job. Its numbers are guarded by the driver's lock."""
 
-    operation: _Operation
+    operation: Operation
     metadata: JobMetadata
-    num_tasks: int
+    num_keys: int = field(init=False)
     taken: int = 0
     ended: int = 0
+    block_bytes: int = 0
     fault: Fault | None = None
     ok: list[BlockKey] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.num_keys = len(self.metadata.block_hashes)
 
-@dataclass(slots=True)
-class _Place:
-    """The tier of one namespace, or why there is none."""
 
-    namespace: str
-    tier: Tier | None = None
-    users: int = 0  # running tasks; guarded by the driver's lock
-    opening: threading.Lock = field(default_factory=threading.Lock)  # guards what follows
-    failed: int = 0  # attempts to open since the last success
-    retry_at: float = 0.0
-    fault: Fault = Fault.ERROR
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """The keys `start` to `stop` of a job, for one thread."""
+
+    job: _Job
+    place: Place
+    start: int
+    stop: int

@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.core.types import BlockKey, Done, JobId, Slot
-from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews
+from kvtier.core.types import BlockKey, Done, JobId
+from kvtier.drivers.base import JobMetadata, SecondaryTierManager
 from kvtier.envelope import HEADER_BYTES
-from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, UNTOUCHED, ArraySlots, block_of, key_of
+from kvtier.testing.blocks import (
+    BLOCK_BYTES,
+    NAMESPACE,
+    UNTOUCHED,
+    ArraySlots,
+    Slots,
+    block_of,
+    key_of,
+)
 from kvtier.testing.faults import Corrupt, Fail, FaultyTier, Hang, Lie, Short
 from kvtier.tiers.memory import MemoryTier
 
@@ -34,6 +42,10 @@ class DriverContract:
     def make(self) -> SecondaryTierManager:
         """A driver whose tier is empty, for slots of `BLOCK_BYTES`."""
         return self._over(MemoryTier())
+
+    def make_slots(self, num_slots: int) -> Slots:
+        """New slots of `BLOCK_BYTES`, where the jobs of this driver have theirs."""
+        return ArraySlots(num_slots)
 
     def make_over(self, tier: Tier) -> SecondaryTierManager | None:
         """A driver that runs `tier`, the same for every namespace; None if it runs no `Tier`."""
@@ -69,13 +81,13 @@ class DriverContract:
     def job(
         job_id: int,
         keys: Sequence[BlockKey],
-        slots: ArraySlots | None = None,
+        slots: Slots | None = None,
         *,
         readonly: bool = False,
         namespace: str = NAMESPACE,
     ) -> JobMetadata:
         """A job over `keys[i]` and slot i."""
-        views = SlotViews(slots, [Slot(i) for i in range(len(keys))], readonly) if slots else ()
+        views = slots.views(len(keys), readonly) if slots else ()
         return JobMetadata(JobId(job_id), tuple(keys), views, namespace)
 
     @staticmethod
@@ -101,7 +113,7 @@ class DriverContract:
         namespace: str = NAMESPACE,
     ) -> frozenset[BlockKey]:
         """Store the right bytes of `keys`; which were kept."""
-        slots = ArraySlots(len(keys))
+        slots = self.make_slots(len(keys))
         for i, key in enumerate(keys):
             slots.fill(i, block_of(key))
         driver.submit_store(self.job(job_id, keys, slots, readonly=True, namespace=namespace))
@@ -115,7 +127,7 @@ class DriverContract:
         namespace: str = NAMESPACE,
     ) -> frozenset[BlockKey]:
         """Load `keys` and check every byte of those that are said to be good."""
-        slots = ArraySlots(len(keys))
+        slots = self.make_slots(len(keys))
         driver.submit_load(self.job(job_id, keys, slots, namespace=namespace))
         ok = self.wait(driver, job_id)[job_id]
         for i, key in enumerate(keys):
@@ -163,7 +175,10 @@ class DriverContract:
         """Jobs of all kinds in flight at once, on the same keys."""
         keys = [key_of(i) for i in range(6)]
         self.store(driver, 0, keys)
-        sources, targets = ArraySlots(len(keys)), [ArraySlots(len(keys)) for _ in range(20)]
+        sources, targets = (
+            self.make_slots(len(keys)),
+            [self.make_slots(len(keys)) for _ in range(20)],
+        )
         for i, key in enumerate(keys):
             sources.fill(i, block_of(key))
         for i, slots in enumerate(targets):
@@ -179,7 +194,7 @@ class DriverContract:
     def test_no_slot_is_touched_after_its_job_ended(self, driver: SecondaryTierManager) -> None:
         keys = [key_of(i) for i in range(16)]
         self.store(driver, 0, keys)
-        slots = ArraySlots(len(keys))
+        slots = self.make_slots(len(keys))
         mark = bytes([UNTOUCHED]) * BLOCK_BYTES
         for job_id in range(1, 20):
             driver.submit_load(self.job(job_id, keys, slots))
@@ -190,7 +205,7 @@ class DriverContract:
         assert all(slots.content(i) == mark for i in range(len(keys)))
 
     def test_a_store_does_not_change_its_slots(self, driver: SecondaryTierManager) -> None:
-        slots = ArraySlots(1)
+        slots = self.make_slots(1)
         slots.fill(0, block_of(key_of(1)))
         driver.submit_store(self.job(1, [key_of(1)], slots, readonly=True))
         self.wait(driver, 1)
@@ -220,18 +235,34 @@ class DriverContract:
 
     def test_close_ends_every_job(self, driver: SecondaryTierManager) -> None:
         keys = [key_of(i) for i in range(64)]
-        slots = ArraySlots(len(keys))
+        slots = self.make_slots(len(keys))
         for job_id in range(8):
             driver.submit_store(self.job(job_id, keys, slots, readonly=True))
         assert driver.close(PATIENCE_S)
         ended = self.wait(driver, *range(8))
         assert len(ended) == 8
 
+    def test_who_sees_that_a_job_ended_sees_what_it_did(self, driver: SecondaryTierManager) -> None:
+        slots = self.make_slots(1)
+        for job_id in range(200):
+            driver.submit_store(self.job(job_id, [key_of(job_id)], slots, readonly=True))
+        seen = 0
+        deadline = time.monotonic() + PATIENCE_S
+        while seen < 200:
+            assert time.monotonic() < deadline
+            seen += len(driver.get_finished())
+            assert driver.counters().write_blocks >= seen
+
     @pytest.mark.parametrize(
-        "error", [OSError(errno.ENOSPC, "full"), RuntimeError("?"), KeyboardInterrupt()]
+        ("error", "cause"),
+        [
+            (OSError(errno.ENOSPC, "full"), "enospc"),
+            (RuntimeError("?"), "other"),
+            (KeyboardInterrupt(), "other"),
+        ],
     )
     def test_a_failure_costs_one_block(
-        self, faulty: FaultyTier, shaky: SecondaryTierManager, error: BaseException
+        self, faulty: FaultyTier, shaky: SecondaryTierManager, error: BaseException, cause: str
     ) -> None:
         keys = [key_of(i) for i in range(6)]
         faulty.script("write", Fail(error), call=3)
@@ -242,6 +273,7 @@ class DriverContract:
         assert self.load(shaky, 3, sorted(kept)) == kept
         counters = shaky.counters()
         assert (counters.write_failures, counters.read_failures) == (1, 1)
+        assert counters.faults == {cause: 2}
         assert counters.corrupt_blocks == 0
 
     def test_a_failed_lookup_finds_nothing(
@@ -311,7 +343,7 @@ class DriverContract:
         keys = [key_of(i) for i in range(4)]
         self.store(shaky, 1, keys)
         faulty.script("read", Hang(released), call=1)
-        slots = ArraySlots(1)
+        slots = self.make_slots(1)
         try:
             shaky.submit_load(self.job(2, keys[:1], slots))
             deadline = time.monotonic() + PATIENCE_S
@@ -332,7 +364,7 @@ class DriverContract:
         faulty.script("write", Hang(released))
         keys = [key_of(i) for i in range(200)]
         try:
-            shaky.submit_store(self.job(1, keys, ArraySlots(200), readonly=True))
+            shaky.submit_store(self.job(1, keys, self.make_slots(200), readonly=True))
             deadline = time.monotonic() + PATIENCE_S
             while faulty.calls["write"] == 0:
                 assert time.monotonic() < deadline

@@ -263,6 +263,6 @@ class SimulatedDriver(SecondaryTierManager):
 
     def _submit(self, operation: Operation, job: JobMetadata) -> None:
         assert isinstance(job.spec, SlotViews), "the offloader passes views of slots"
-        slots = tuple(job.spec._slots)
+        slots = tuple(job.spec.slots)
         space = self._space_of(job.namespace)
         self._tier.submit(self._clock(), operation, job.job_id, job.block_hashes, slots, space)

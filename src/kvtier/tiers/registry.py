@@ -39,6 +39,9 @@ class TierType(Protocol):
         default_name: name of a tier whose settings give none.
         medium: what events call the medium, e.g. `STORAGE`.
         locality: `LOCAL` or `REMOTE`, as events say it.
+
+    A type may have `in_process = True`: its tiers run on threads of the engine's process then,
+    instead of in a process of their own. It may have `check_block`, see `ChecksBlock`.
     """
 
     settings_type: type[msgspec.Struct]
@@ -69,6 +72,24 @@ class TierType(Protocol):
             settings: of `settings_type`.
             namespace: hex digest, 64 characters.
             facts: what the namespace stands for, JSON-able, without secrets.
+        """
+        ...
+
+
+@runtime_checkable
+class ChecksBlock(Protocol):
+    """Optional ability of a `TierType`."""
+
+    def check_block(self, settings: Any, setting: str, block_bytes: int) -> None:
+        """Check at start what depends on the size of a block.
+
+        Args:
+            settings: of `settings_type`.
+            setting: path of this tier's settings.
+            block_bytes: header and row together.
+
+        Raises:
+            ConfigError: the tier can never keep a block of that size.
         """
         ...
 

@@ -26,7 +26,7 @@ from kvtier.errors import NamespaceError
 from kvtier.layout import CANONICAL_FORMAT, RowLayout
 from kvtier.metrics import METRICS, Kind
 from kvtier.namespace import Namespace
-from kvtier.offloader import Offloader, configure_tiers
+from kvtier.offloader import Offloader, check_blocks, configure_tiers
 from kvtier.policies import load_policy
 from kvtier.region import Geometry, Offer, join, share, total_memory
 from kvtier.vllm.compat import current_engine_config, require_supported
@@ -105,12 +105,14 @@ class KVTierSpec(OffloadingSpec):
         """The scheduler's side of this process.
 
         Raises:
+            ConfigError: a tier's capacity cannot hold one block.
             RegionError: not all workers share memory with this process.
             NamespaceError: blocks of this engine cannot be shared safely.
         """
         if self._manager is None:
             region, facts = join(self.config.engine_id)
             try:
+                check_blocks(self._tiers, region.geometry.row_bytes)
                 offloader = Offloader(
                     self.settings,
                     self._tiers,

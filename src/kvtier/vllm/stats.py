@@ -75,4 +75,12 @@ class Totals:
         yield Series(metrics.READS_OPEN, label), float(reads.state is not State.CLOSED)
         yield Series(metrics.WRITES_OPEN, label), float(writes.state is not State.CLOSED)
         yield Series(metrics.TIMES_OPENED, label), reads.opened + writes.opened
+        yield Series(metrics.PROCESS_STARTS, label), counters.process_starts
+        yield Series(metrics.PROCESS_KILLS, label), counters.process_kills
+        yield Series(metrics.PROCESS_CRASHES, label), counters.process_crashes
+        for cause, count in counters.faults.items():
+            yield Series(metrics.FAULTS, (name, cause)), count
+        for figure, metric in metrics.FIGURES.items():
+            if figure in counters.figures:
+                yield Series(metric, label), counters.figures[figure]
         yield Series(metrics.JOBS_IN_FLIGHT, label), core.ledger.jobs_in_flight[place]

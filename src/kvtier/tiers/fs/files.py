@@ -1,30 +1,40 @@
 """One file per block: the layout for directories that engines and hosts share.
 
-    <root>/<namespace>/namespace.json              what the namespace stands for, for humans
-    <root>/<namespace>/<2 hex>/<2 hex>/<key hex>   a block
+    <root>/<namespace>/namespace.json      what the namespace stands for, for humans
+    <root>/<namespace>/<3 hex>/<key hex>   a block: header and row
 
-The directory is the index; nothing else is kept. Rules:
+The directory is the index and a file's mtime is its last use; nothing else is kept, so both are
+common to all who use the directory, and survive them. Rules:
 
 1. A block is published by a rename within its directory, so readers see all of it or nothing, also
    when its writer is killed.
-2. The two levels come from the first bytes of the key: those are a hash, the last are the group.
-3. Paths are absolute. A descriptor of the namespace directory would save 0.2 us per call and go
-   stale when somebody wipes the namespace or mounts the root again.
+2. The level comes from the first digits of the key: those are a hash, the last are the group. One
+   level of 4,096 directories, not two of 256: a lookup that finds nothing in memory reads half as
+   many directories, few are ever made (16 MiB in all), and at 10^6 blocks each has 250 names.
+3. Blocks are opened by absolute path: a descriptor of the namespace would save 0.2 us per call and
+   go stale when somebody wipes the namespace or mounts the root again. A lookup of many keys opens
+   one for itself.
+4. Room is taken before a file is written, and given back by whoever removes it. Two who write one
+   key at a time both take and one file stays: the inventory of the directory puts that right.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
-import json
 import os
 import secrets
 import stat
 import threading
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Literal
 
 from kvtier.errors import ConfigError, MissingBlockError
+from kvtier.tiers.fs.drafts import Draft, Drafts
+from kvtier.tiers.fs.io import aligned, open_file, read_all
+from kvtier.tiers.fs.namespace_directory import FILE_MODE, WRITE_FLAGS, NamespaceDirectory
+from kvtier.tiers.fs.space import Space, Unbounded
+from kvtier.tiers.fs.temporary import TEMP_SUFFIX, is_stale_temp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,18 +43,13 @@ if TYPE_CHECKING:
     from kvtier.core.types import BlockKey
     from kvtier.tiers.base import Buffers
 
-NAMESPACE_FILE = "namespace.json"
+Durability = Literal["none", "data"]
+"""`none`: blocks survive the death of processes. `data`: the loss of power too."""
 
-TEMP_SUFFIX = ".tmp"
+FAN_OUT_DIGITS = 3
 
-DEFAULT_SWEEP_AGE_S = 3600.0
-"""No write of a block takes an hour; a file that old has lost its writer."""
-
-_FILE_MODE = 0o600
-_DIRECTORY_MODE = 0o700
-_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-_OPEN_ATTEMPTS = 3  # a directory that vanishes between two calls is being wiped
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_SYNC_TOGETHER = 16  # files of one call that are open until all are synced
 
 
 class FilesTier:
@@ -54,32 +59,61 @@ class FilesTier:
         root: an existing directory, see `check_root`.
         namespace: hex digest under which the blocks are shared.
         description: written to `namespace.json` unless that exists; must hold no secret.
+        space: what the bytes of blocks are taken from.
+        durability: whether blocks are synced before they are published.
+        direct: use `O_DIRECT`, see `kvtier.tiers.fs.medium.probe_direct`.
+        touch_age_s: a use is written down if the last one is that long ago; on a network file
+            system it costs a round trip.
 
     Raises:
         OSError: the namespace directory or its description cannot be written.
     """
 
     def __init__(
-        self, root: Path, namespace: str, description: Mapping[str, object] | None = None
+        self,
+        root: Path,
+        namespace: str,
+        description: Mapping[str, object] | None = None,
+        space: Space | None = None,
+        durability: Durability = "none",
+        direct: bool = False,
+        touch_age_s: float = 1.0,
     ) -> None:
-        self._directory = os.path.join(os.path.abspath(root), namespace)
+        self._durable = durability == "data"
+        self._directory = NamespaceDirectory(root, namespace, description, self._durable)
+        self._space = space or Unbounded()
+        self._drafts = Drafts(self._directory, self._space, self._durable, direct)
+        self._direct = direct
+        self._touch_age_s = touch_age_s
         self._closing = threading.Event()
-        # unique over hosts that share the directory: pids alone are not
-        self._token = secrets.token_hex(8)
-        self._temp_numbers = itertools.count()
-        _make_directory(self._directory)
-        path = os.path.join(self._directory, NAMESPACE_FILE)
-        if not os.path.lexists(path):
-            text = json.dumps(dict(description or {}), indent=2, sort_keys=True) + "\n"
-            self._publish(path, (memoryview(text.encode()),))
+        self._removed = 0
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether there is a file that is not empty, per key: one `stat` each.
+        """Whether there is a file, per key: one `faccessat` each, from one descriptor.
 
         Raises:
             OSError: the medium failed; that is not the same as absent.
         """
-        return [self._size(self._path(key)) > 0 for key in keys]
+        access, names = os.access, [key.hex() for key in keys]
+        try:
+            descriptor = os.open(self._directory.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self._directory.check_root()
+            return [False] * len(keys)
+        try:
+            self._directory.hold_again(os.fstat(descriptor))
+            found = [
+                access(f"{name[:FAN_OUT_DIGITS]}/{name}", os.F_OK, dir_fd=descriptor)
+                for name in names
+            ]
+            if not all(found):
+                # `access` says no to every error: one honest question tells absent from broken
+                name = names[found.index(False)]
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    os.stat(f"{name[:FAN_OUT_DIGITS]}/{name}", dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
+        return found
 
     def read(self, key: BlockKey, into: Buffers) -> None:
         """Read the file straight into `into`. A file of another length is removed.
@@ -90,121 +124,190 @@ class FilesTier:
         """
         path = self._path(key)
         try:
-            descriptor = os.open(path, _READ_FLAGS)
+            descriptor = open_file(path, _READ_FLAGS, self._direct and aligned(into))
         except FileNotFoundError:
+            self._directory.check_root()
             raise MissingBlockError(f"no file {path}") from None
         except OSError as error:
-            if error.errno != errno.ELOOP:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):
                 raise
-            raise MissingBlockError(f"{path} is a symbolic link, not a block") from None
+            raise MissingBlockError(f"{path} is not a file, but a link or the like") from None
+        wanted = sum(view.nbytes for view in into)
         try:
-            wanted = sum(view.nbytes for view in into)
-            # one byte more than the block shows a file that is too long, without a stat
-            got = _read_all(descriptor, [*into, memoryview(bytearray(1))])
+            found = os.fstat(descriptor)
+            whole = found.st_size == wanted and read_all(descriptor, into) == wanted
+            if whole:
+                self._touch(descriptor, found)
         finally:
             os.close(descriptor)
-        if got != wanted:
-            self.delete(key)
+        if not stat.S_ISREG(found.st_mode):
+            raise MissingBlockError(f"{path} is not a file")
+        if not whole:
+            self._removed += 1
+            with contextlib.suppress(OSError):
+                self.delete(key)
             raise MissingBlockError(f"{path} is not a block of {wanted} bytes and was removed")
 
     def write(self, key: BlockKey, data: Buffers) -> None:
         """Write a file beside the others and rename it; nothing if the block is there already.
 
         Raises:
+            TierFullError: the capacity is used up.
             OSError: disk full, quota, permissions; no temporary file is left behind.
         """
-        path = self._path(key)
-        if self._size(path) != sum(view.nbytes for view in data):
-            self._publish(path, data)
+        (error,) = self.write_batch((key,), (data,))
+        if error is not None:
+            raise error
+
+    def read_batch(
+        self, keys: Sequence[BlockKey], into: Sequence[Buffers]
+    ) -> list[BaseException | None]:
+        """Like `read` for each; see `kvtier.tiers.base.SupportsBatch`."""
+        outcomes: list[BaseException | None] = []
+        for key, buffers in zip(keys, into, strict=True):
+            try:
+                self.read(key, buffers)
+            except BaseException as error:  # noqa: BLE001 - the caller's entry for this block
+                outcomes.append(error)
+            else:
+                outcomes.append(None)
+        return outcomes
+
+    def write_batch(
+        self, keys: Sequence[BlockKey], data: Sequence[Buffers]
+    ) -> list[BaseException | None]:
+        """Like `write` for each, with syncs shared; see `kvtier.tiers.base.SupportsBatch`.
+
+        A block whose directory could not be synced is reported as failed, and is there.
+        """
+        self._directory.hold()
+        outcomes: list[BaseException | None] = [None] * len(keys)
+        together = _SYNC_TOGETHER if self._durable else 1
+        directories: dict[str, list[int]] = {}
+        for start in range(0, len(keys), together):
+            drafts: dict[int, Draft] = {}
+            for i in range(start, min(start + together, len(keys))):
+                try:
+                    draft = self._write_draft(self._path(keys[i]), data[i])
+                except BaseException as error:  # noqa: BLE001 - as in read_batch
+                    outcomes[i] = error
+                else:
+                    if draft is not None:
+                        drafts[i] = draft
+            # all of them are synced before the first is published
+            for step in (self._drafts.finish, self._drafts.publish):
+                for i, draft in drafts.items():
+                    try:
+                        if outcomes[i] is None:
+                            step(draft)
+                    except BaseException as error:  # noqa: BLE001 - as in read_batch
+                        outcomes[i] = error
+            for i, draft in drafts.items():
+                if outcomes[i] is None:
+                    directories.setdefault(os.path.dirname(draft.path), []).append(i)
+        if self._durable:
+            for directory, failure in self._drafts.sync(directories).items():
+                for i in directories[directory]:
+                    outcomes[i] = failure
+        return outcomes
 
     def delete(self, key: BlockKey) -> None:
-        """Remove the block's file; absent is fine."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path(key))
+        """Remove the block's file; absent is fine.
 
-    def sweep(self, older_than_s: float = DEFAULT_SWEEP_AGE_S, *, now: float) -> int:
+        Raises:
+            OSError: the medium failed.
+        """
+        path = self._path(key)
+        size, _ = _stat(path)
+        if size >= 0:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+                self._space.give_back(size)
+
+    def figures(self) -> dict[str, float]:
+        """`removed_blocks`: files that were removed since they had another length."""
+        return {"removed_blocks": self._removed}
+
+    def sweep(self, *, now: float) -> int:
         """Remove the temporary files that killed writers left in this namespace.
 
         Walks every directory: call it from a thread that nobody waits for. Ends early on `close`.
 
         Args:
-            older_than_s: age of the last write below which a file may have a living writer.
             now: seconds since the epoch, by the clock that the files' times come from.
 
         Returns:
             How many were removed.
+
+        Raises:
+            OSError: the medium failed.
         """
         removed = 0
-        pending = [self._directory]
+        pending = [self._directory.path]
         while pending and not self._closing.is_set():
+            path = pending.pop()
             try:
-                entries = os.scandir(pending.pop())
+                entries = os.scandir(path)
             except (FileNotFoundError, NotADirectoryError):
                 continue  # wiped meanwhile
             with entries:
                 for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
+                    if entry.name.endswith(TEMP_SUFFIX):
+                        removed += _remove_stale(entry, now)
+                    elif path == self._directory.path and _is_fan_out(entry):
                         pending.append(entry.path)
-                    elif entry.name.endswith(TEMP_SUFFIX):
-                        with contextlib.suppress(FileNotFoundError):
-                            if now - entry.stat(follow_symlinks=False).st_mtime > older_than_s:
-                                os.unlink(entry.path)
-                                removed += 1
         return removed
 
     def close(self) -> None:
-        """End a running sweep; blocks stay where they are."""
+        """End a running sweep and let go of the namespace; blocks stay where they are."""
         self._closing.set()
+        self._directory.close()
 
     def _path(self, key: BlockKey) -> str:
         name = key.hex()
-        return f"{self._directory}/{name[:2]}/{name[2:4]}/{name}"
+        return f"{self._directory.path}/{name[:FAN_OUT_DIGITS]}/{name}"
 
-    @staticmethod
-    def _size(path: str) -> int:
-        """Length of a block's file in bytes; -1 if there is none."""
-        try:
-            found = os.stat(path, follow_symlinks=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return -1
-        return found.st_size if stat.S_ISREG(found.st_mode) else -1
-
-    def _publish(self, path: str, data: Buffers) -> None:
-        directory = os.path.dirname(path)
-        temp = f"{directory}/{os.getpid()}-{self._token}-{next(self._temp_numbers)}{TEMP_SUFFIX}"
-        descriptor = self._create(temp, directory)
-        try:
-            try:
-                # a umask can only take bits away; this one took the owner's
-                if stat.S_IMODE(os.fstat(descriptor).st_mode) != _FILE_MODE:
-                    os.fchmod(descriptor, _FILE_MODE)
-                _write_all(descriptor, data)
-            finally:
-                os.close(descriptor)  # before the rename: some file systems report a full disk here
-            os.rename(temp, path)
-        except BaseException:
+    def _touch(self, file: int | str, found: os.stat_result) -> None:
+        """Write down that a block is used now; that must not fail what uses it."""
+        if abs(time.time() - found.st_mtime) > self._touch_age_s:
             with contextlib.suppress(OSError):
-                os.unlink(temp)
-            raise
+                os.utime(file)
 
-    def _create(self, temp: str, directory: str) -> int:
-        for _ in range(_OPEN_ATTEMPTS - 1):
-            try:
-                return os.open(temp, _WRITE_FLAGS, _FILE_MODE)
-            except FileNotFoundError:
-                self._make_directories(directory)
-        return os.open(temp, _WRITE_FLAGS, _FILE_MODE)
+    def _write_draft(self, path: str, data: Buffers) -> Draft | None:
+        """Write a block to a temporary file that is still open; None if it is there already."""
+        nbytes = sum(view.nbytes for view in data)
+        size, found = _stat(path)
+        if size == nbytes and found is not None:
+            self._touch(path, found)
+            return None
+        return self._drafts.write(path, data, max(size, 0))
 
-    def _make_directories(self, directory: str) -> None:
-        """Make `directory` and what lies between it and the root, but never the root itself: a root
-        that vanished is a mount that is gone, and must not be replaced by the disk below.
-        """
-        levels = os.path.relpath(directory, self._directory).split(os.sep)
-        path = self._directory
-        _make_directory(path)
-        for level in levels:
-            path = os.path.normpath(os.path.join(path, level))
-            _make_directory(path)
+
+def _stat(path: str) -> tuple[int, os.stat_result | None]:
+    """Length in bytes of a block's file and its `stat`; -1 and None if there is none."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return -1, None
+    return (found.st_size, found) if stat.S_ISREG(found.st_mode) else (-1, None)
+
+
+def _is_fan_out(entry: os.DirEntry[str]) -> bool:
+    """Whether a directory is one of those that hold blocks."""
+    digits = set(entry.name)
+    return (
+        len(entry.name) == FAN_OUT_DIGITS
+        and digits <= set("0123456789abcdef")
+        and entry.is_dir(follow_symlinks=False)
+    )
+
+
+def _remove_stale(entry: os.DirEntry[str], now: float) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        if is_stale_temp(entry.name, entry.stat(follow_symlinks=False), now):
+            os.unlink(entry.path)
+            return True
+    return False
 
 
 def check_root(root: Path, setting: str) -> None:
@@ -235,7 +338,7 @@ def check_root(root: Path, setting: str) -> None:
     probe = root / f"{os.getpid()}-{secrets.token_hex(8)}{TEMP_SUFFIX}"
     try:
         os.listdir(root)  # the sweep and the listing need it
-        os.close(os.open(probe, _WRITE_FLAGS, _FILE_MODE))
+        os.close(os.open(probe, WRITE_FLAGS, FILE_MODE))
         os.unlink(probe)
     except OSError as error:
         raise _unusable(root, setting, error) from error
@@ -247,50 +350,3 @@ def _unusable(root: Path, setting: str, error: OSError) -> ConfigError:
         f"({error.strerror}): make it readable, writable and searchable for this user (chown, "
         f"chmod, remount), or set {setting} to another directory"
     )
-
-
-def _make_directory(path: str) -> None:
-    """Make one directory; one that another process made is fine."""
-    try:
-        os.mkdir(path, _DIRECTORY_MODE)
-    except FileExistsError:
-        return
-    if stat.S_IMODE(os.stat(path).st_mode) & _DIRECTORY_MODE != _DIRECTORY_MODE:
-        os.chmod(path, _DIRECTORY_MODE)
-
-
-def _read_all(descriptor: int, into: list[memoryview]) -> int:
-    """Fill `into` from the start of a file; one call unless it comes up short.
-
-    Returns:
-        The number of bytes read: less than `into` holds if the file is shorter.
-    """
-    got = 0
-    while into:
-        count = os.preadv(descriptor, into, got)
-        if count == 0:
-            break
-        got += count
-        into = _behind(into, count)
-    return got
-
-
-def _write_all(descriptor: int, data: Buffers) -> None:
-    """Write all of `data` from the start of a file; one call unless it comes up short."""
-    written = 0
-    left = list(data)
-    while left:
-        count = os.pwritev(descriptor, left, written)
-        if count == 0 and any(view.nbytes > 0 for view in left):
-            raise OSError(errno.EIO, "the file takes no more bytes")
-        written += count
-        left = _behind(left, count)
-
-
-def _behind(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of `buffers` behind their first `count` bytes."""
-    for i, view in enumerate(buffers):
-        if count < view.nbytes:
-            return [view.cast("B")[count:], *buffers[i + 1 :]]
-        count -= view.nbytes
-    return []

@@ -1,92 +1,110 @@
-"""`type: fs`, blocks in a file system: its settings, and which layout serves them."""
+"""`type: fs`, blocks in a file system: checks its settings and opens its roots."""
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+import os
+from functools import partial
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from kvtier.tiers.fs.files import FilesTier, check_root
+from kvtier.errors import ConfigError
+from kvtier.tiers.fs.checks import check_bounds, check_capacity, check_roots
+from kvtier.tiers.fs.home import Home
+from kvtier.tiers.fs.medium import probe_direct
+from kvtier.tiers.fs.probe import threads_of
+from kvtier.tiers.fs.roots import Root
+from kvtier.tiers.fs.settings import FsSettings
+from kvtier.tiers.fs.striped import StripedTier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
-logger = logging.getLogger(__name__)
+    from kvtier.tiers.base import Tier
 
-DEFAULT_THREADS = 16
-"""Enough blocks in flight for network file systems; a local disk is busy with four."""
-
-_Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
-
-
-class FsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of `type: fs`.
-
-    Attributes:
-        root_dir: an existing directory that this user may write.
-        layout: `files` keeps one file per block; `auto` chooses.
-        threads: blocks moved at once. Instead of it, the two names below are taken as vLLM's own
-            fs tier has them; every thread here serves both directions, so they add up.
-        n_read_threads: see `threads`.
-        n_write_threads: see `threads`.
-    """
-
-    root_dir: Annotated[str, msgspec.Meta(min_length=1)]
-    layout: Literal["auto", "files"] = "auto"
-    threads: Annotated[int, msgspec.Meta(ge=2, le=1024)] | None = None
-    n_read_threads: _Threads | None = None
-    n_write_threads: _Threads | None = None
-
-    def __post_init__(self) -> None:
-        if self.threads is not None and (self.n_read_threads or self.n_write_threads):
-            raise ValueError("set either `threads` or `n_read_threads` and `n_write_threads`")
+THREADS_MAX = 64
+"""Of several roots together, where the number is measured."""
 
 
 class FsTierType:
-    """Opens the fs tier in the layout that its settings name."""
+    """Opens the fs tier in the layout that its settings, or its directories, name."""
 
     settings_type = FsSettings
     default_name = "fs"
     medium = "STORAGE"
     locality = "LOCAL"
 
+    def __init__(self) -> None:
+        self._homes: dict[Path, Home] = {}
+
     def num_threads(self, settings: FsSettings) -> int:
-        """Threads that the driver should give to the tier."""
-        if settings.threads is not None:
-            return settings.threads
-        if settings.n_read_threads is None and settings.n_write_threads is None:
-            return DEFAULT_THREADS
-        return (settings.n_read_threads or 1) + (settings.n_write_threads or 1)
+        """Threads that the driver should give to the tier: as set, or measured on its roots."""
+        given = settings.threads_given()
+        if given is not None:
+            return given
+        measured = sum(threads_of(root, _is_direct(root, settings)) for root in settings.roots)
+        return min(THREADS_MAX, measured)
 
     def preflight(self, settings: FsSettings, setting: str) -> None:
-        """Check the directory before the engine starts.
+        """Check directories and sizes before the engine starts.
 
         Raises:
-            ConfigError: blocks cannot be kept there.
+            ConfigError: blocks cannot be kept there, or not that many.
         """
-        check_root(Path(settings.root_dir), f"{setting}.root_dir")
+        roots = settings.roots
+        check_roots(roots, lambda index: settings.setting_of(index, setting))
+        settings.segment_size(setting)
+        for index, root in enumerate(roots):
+            name = settings.setting_of(index, setting)
+            try:
+                bounds = settings.bounds_of(root, setting)
+                # bytes are of all roots together, and so are held against a mount that they share
+                together = roots if isinstance(settings.capacity, int) else [root]
+                given = str(settings.capacity or "")
+                check_bounds(together, bounds.capacity, bounds.min_free, setting, given)
+            except OSError as error:
+                raise ConfigError(
+                    f"{name} = {str(root)!r} cannot be asked for its size ({error}): mount it "
+                    f"again, or set {name} to another directory"
+                ) from error
+            if settings.direct == "on" and not (direct := probe_direct(root)).works:
+                raise ConfigError(
+                    f"{setting}.direct is 'on', but {str(root)!r} takes no direct I/O "
+                    f"({direct.reason}): set it to 'auto' or 'off', or {name} to another directory"
+                )
 
-    def open(self, settings: FsSettings, namespace: str, facts: Mapping[str, object]) -> FilesTier:
-        """Open the namespace below the root, and clear away what killed writers left in it.
+    def check_block(self, settings: FsSettings, setting: str, block_bytes: int) -> None:
+        """Check what can be checked once the size of a block is known, header included.
 
         Raises:
-            OSError: the namespace directory cannot be written.
+            ConfigError: the capacity of a root cannot hold a block.
         """
-        tier = FilesTier(Path(settings.root_dir), namespace, facts)
-        # the walk takes minutes on a large shared directory: the first job must not wait for it
-        threading.Thread(target=_sweep, args=(tier,), name="kvtier-fs-sweep", daemon=True).start()
-        return tier
+        for root in settings.roots:
+            try:
+                capacity = settings.bounds_of(root, setting).capacity
+            except OSError:
+                continue  # it answered a moment ago; from here on that is a state of the tier
+            if capacity is not None:
+                check_capacity(capacity, block_bytes, setting)
+
+    def open(self, settings: FsSettings, namespace: str, facts: Mapping[str, object]) -> Tier:
+        """Open the namespace below all roots that can be opened.
+
+        Raises:
+            TierError: no root can be opened.
+            OSError: the only root cannot be written.
+        """
+        homes = [self._homes.setdefault(root, Home(root, settings)) for root in settings.roots]
+        if len(homes) == 1:
+            return homes[0].open(namespace, facts)
+        return StripedTier(
+            [
+                Root(os.path.abspath(root), partial(home.open, namespace, facts))
+                for root, home in zip(settings.roots, homes, strict=True)
+            ]
+        )
 
 
-def _sweep(tier: FilesTier) -> None:
-    try:
-        removed = tier.sweep(now=time.time())
-    except OSError as error:
-        logger.warning("Sweeping temporary files of the fs tier failed: %s", error)
-    else:
-        if removed:
-            logger.info("Removed %d temporary files of writers that were killed", removed)
+def _is_direct(root: Path, settings: FsSettings) -> bool:
+    if settings.direct == "off":
+        return False
+    return probe_direct(root).works

@@ -1,0 +1,1 @@
+"""Tiers in processes of their own: see `driver`."""

@@ -1,0 +1,519 @@
+"""Several roots behind one tier, some of which fail."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier.errors import (
+    MissingBlockError,
+    TierFullError,
+    TierUnreachableError,
+)
+from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
+from kvtier.testing.contract import TierContract
+from kvtier.testing.faults import Fail, FaultyTier, Hang
+from kvtier.tiers.base import (
+    SupportsBatch,
+    SupportsDelete,
+    SupportsDropped,
+    SupportsFigures,
+    Tier,
+)
+from kvtier.tiers.fs.files import FilesTier
+from kvtier.tiers.fs.roots import Root
+from kvtier.tiers.fs.striped import StripedTier
+from kvtier.tiers.memory import MemoryTier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from kvtier.core.types import BlockKey
+
+put = TierContract.put
+get = TierContract.get
+
+EIO = OSError(errno.EIO, "disk")
+NAMES = ("a", "b", "c")
+
+
+class TestStripedMemory(TierContract):
+    def make(self) -> Tier:
+        return StripedTier([Root(name, MemoryTier) for name in NAMES])
+
+
+class TestStripedFiles(TierContract):
+    @pytest.fixture(autouse=True)
+    def place(self, tmp_path: Path) -> None:
+        self.root = tmp_path
+        for name in NAMES:
+            (tmp_path / name).mkdir()
+
+    def make(self) -> Tier:
+        return StripedTier([files_root(self.root / name) for name in NAMES])
+
+    def reopen(self) -> Tier:
+        return self.make()
+
+
+class TestOneRoot(TierContract):
+    def make(self) -> Tier:
+        return StripedTier([Root("only", MemoryTier)])
+
+
+class TestAFailingRoot(TierContract):
+    """Every test of a tier passes with one root that never works."""
+
+    def make(self) -> Tier:
+        faulty = FaultyTier(MemoryTier())
+        for operation in ("exists", "read", "write", "delete"):
+            faulty.script(operation, Fail(EIO))  # type: ignore[arg-type]
+        return StripedTier(
+            [Root("a", MemoryTier), Root("b", lambda: faulty), Root("c", MemoryTier)]
+        )
+
+
+def files_root(path: Path) -> Root:
+    return Root(str(path), lambda: FilesTier(path, NAMESPACE))
+
+
+class Striped:
+    """A striped tier over memory, with faults to script and a clock to move."""
+
+    def __init__(self, names: Sequence[str] = NAMES) -> None:
+        self.now = 0.0
+        self.memory = {name: MemoryTier() for name in names}
+        self.faulty = {name: FaultyTier(self.memory[name]) for name in names}
+        self.tier = StripedTier(
+            [Root(name, lambda name=name: self.faulty[name]) for name in names],  # type: ignore[misc]
+            clock=lambda: self.now,
+        )
+
+    def holders(self, key: BlockKey) -> list[str]:
+        return [name for name, tier in self.memory.items() if tier.exists([key])[0]]
+
+    def keys_of(self, name: str, count: int = 3) -> list[BlockKey]:
+        """Keys whose first root has this name."""
+        found: list[BlockKey] = []
+        probe = Striped(tuple(self.memory))
+        i = 0
+        while len(found) < count:
+            put(probe.tier, key_of(i))
+            if probe.holders(key_of(i)) == [name]:
+                found.append(key_of(i))
+            i += 1
+        return found
+
+
+@pytest.fixture
+def striped() -> Striped:
+    return Striped()
+
+
+def test_it_supports_what_roots_may(striped: Striped) -> None:
+    for protocol in (SupportsBatch, SupportsDelete, SupportsDropped, SupportsFigures):
+        assert isinstance(striped.tier, protocol)
+    assert striped.tier.take_dropped() == []
+
+
+# --- where keys go
+
+
+def test_keys_are_spread_evenly_and_stay(striped: Striped) -> None:
+    keys = [key_of(i) for i in range(600)]
+    for key in keys:
+        striped.tier.write(key, (memoryview(b"block"),))
+    homes = {key: striped.holders(key) for key in keys}
+    assert all(len(names) == 1 for names in homes.values())
+    counts = Counter(names[0] for names in homes.values())
+    assert all(160 < counts[name] < 240 for name in NAMES)
+    reordered = Striped(("c", "a", "b"))
+    larger = Striped(("a", "b", "c", "d"))
+    moved = 0
+    for key in keys:
+        reordered.tier.write(key, (memoryview(b"block"),))
+        larger.tier.write(key, (memoryview(b"block"),))
+        assert reordered.holders(key) == homes[key], "the order of the settings decides nothing"
+        assert larger.holders(key) in (homes[key], ["d"]), "a new root takes its share alone"
+        moved += larger.holders(key) == ["d"]
+    assert 110 < moved < 190
+
+
+def test_a_batch_goes_to_its_roots(striped: Striped) -> None:
+    keys = [key_of(i) for i in range(30)]
+    blocks = [(memoryview(block_of(key)),) for key in keys]
+    assert list(striped.tier.write_batch(keys, blocks)) == [None] * 30
+    assert {tuple(striped.holders(key)) for key in keys} == {("a",), ("b",), ("c",)}
+    into = [bytearray(BLOCK_BYTES) for _ in range(31)]
+    outcomes = striped.tier.read_batch([*keys, key_of(99)], [(memoryview(b),) for b in into])
+    assert outcomes[:30] == [None] * 30
+    assert isinstance(outcomes[30], MissingBlockError)
+    assert [bytes(b) for b in into[:30]] == [block_of(key) for key in keys]
+
+
+# --- roots that fail
+
+
+def test_a_failing_root_is_misses_and_its_writes_go_on(striped: Striped) -> None:
+    (old, new, _) = striped.keys_of("b")
+    put(striped.tier, old)
+    for operation in ("exists", "read", "write"):
+        striped.faulty["b"].script(operation, Fail(EIO))  # type: ignore[arg-type]
+    assert striped.tier.exists([old, new]) == [False, False]
+    with pytest.raises(MissingBlockError):
+        get(striped.tier, old)
+    put(striped.tier, new)
+    assert striped.holders(new) in (["a"], ["c"])
+    assert get(striped.tier, new) == block_of(new)
+    assert striped.tier.exists([old, new]) == [False, True]
+    assert striped.faulty["b"].calls == {"exists": 1, "write": 1}, "left alone"
+    assert striped.tier.figures() == {"roots": 3, "roots_failing": 1, "root_failures": 1}
+
+
+def test_what_went_elsewhere_is_found_when_the_root_is_back(striped: Striped) -> None:
+    (old, new, _) = striped.keys_of("b")
+    put(striped.tier, old)
+    striped.faulty["b"].script("write", Fail(EIO))
+    put(striped.tier, new)
+    striped.faulty["b"].heal()
+    striped.now = 1.0
+    assert striped.tier.exists([old, new, key_of(10**6)]) == [True, True, False]
+    assert get(striped.tier, old) == block_of(old)
+    assert get(striped.tier, new) == block_of(new)
+    striped.tier.delete(new)
+    assert striped.holders(new) == []
+    with pytest.raises(MissingBlockError):
+        get(striped.tier, new)
+
+
+def test_one_call_tries_a_failing_root_after_a_while(striped: Striped) -> None:
+    (key, _, _) = striped.keys_of("b")
+    b = striped.faulty["b"]
+    b.script("exists", Fail(EIO))
+    tries = []
+    for tenth in range(700):
+        striped.now = tenth / 10
+        before = b.calls["exists"]
+        striped.tier.exists([key])
+        striped.tier.exists([key])
+        if b.calls["exists"] > before:
+            assert b.calls["exists"] == before + 1
+            tries.append(striped.now)
+    assert tries == [0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 63.0], "twice as long each time"
+    b.heal()
+    striped.now = 63.0 + 59.9
+    striped.tier.exists([key])
+    assert b.calls["exists"] == len(tries), "but not longer than 60 s"
+    striped.now = 63.0 + 60.0
+    striped.tier.exists([key])
+    striped.tier.exists([key])
+    assert b.calls["exists"] == len(tries) + 2, "it is used again"
+    b.script("exists", Fail(EIO))
+    striped.tier.exists([key])
+    striped.now += 1.0
+    striped.tier.exists([key])
+    assert b.calls["exists"] == len(tries) + 4, "and the next wait is a short one"
+
+
+def test_others_pass_by_while_one_tries(striped: Striped) -> None:
+    (key, _, _) = striped.keys_of("b")
+    b = striped.faulty["b"]
+    b.script("exists", Fail(EIO), call=1)
+    striped.tier.exists([key])
+    striped.now = 1.0
+    released = threading.Event()
+    b.script("exists", Hang(released), call=2)
+    thread = threading.Thread(target=striped.tier.exists, args=([key],))
+    thread.start()
+    try:
+        while b.calls["exists"] < 2:
+            threading.Event().wait(0.001)
+        assert striped.tier.exists([key]) == [False]
+        assert b.calls["exists"] == 2, "it did not wait for the one that hangs"
+    finally:
+        released.set()
+        thread.join()
+    striped.tier.exists([key])
+    assert b.calls["exists"] == 3
+
+
+def test_a_try_that_no_key_needed_is_none(striped: Striped) -> None:
+    (key, _, _) = striped.keys_of("b")
+    (other, _, _) = striped.keys_of("a")
+    striped.faulty["b"].script("exists", Fail(EIO), call=1)
+    striped.tier.exists([key])
+    striped.now = 1.0
+    striped.tier.exists([other])
+    striped.tier.exists([key])
+    assert striped.faulty["b"].calls["exists"] == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "full"),
+        OSError(errno.EDQUOT, "quota"),
+        OSError(errno.EROFS, "read-only"),
+        TierFullError("capacity"),
+    ],
+)
+def test_a_root_that_takes_no_writes_is_still_read(striped: Striped, error: Exception) -> None:
+    (old, new, last) = striped.keys_of("b")
+    put(striped.tier, old)
+    b = striped.faulty["b"]
+    b.script("write", Fail(error))
+    put(striped.tier, new)
+    put(striped.tier, last)
+    assert b.calls["write"] == 2
+    assert striped.holders(new) != ["b"]
+    assert get(striped.tier, old) == block_of(old)
+    assert striped.tier.exists([old, new]) == [True, True]
+    for second in range(1, 5):
+        striped.now = float(second)
+        put(striped.tier, key_of(10**6 + second))  # of whatever root
+        put(striped.tier, new)
+    assert b.calls["write"] >= 5, "room is made all the time: tried every second"
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EINVAL])
+def test_what_is_not_the_roots_is_raised(striped: Striped, number: int) -> None:
+    (key, _, _) = striped.keys_of("b")
+    error = OSError(number, "ours")
+    for operation in ("exists", "read", "write", "delete"):
+        striped.faulty["b"].script(operation, Fail(error))  # type: ignore[arg-type]
+    for fails in (
+        lambda: striped.tier.exists([key]),
+        lambda: get(striped.tier, key),
+        lambda: put(striped.tier, key),
+        lambda: striped.tier.delete(key),
+    ):
+        with pytest.raises(OSError, match="ours"):
+            fails()
+    assert striped.tier.figures()["roots_failing"] == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENODEV, errno.ESTALE, errno.ENOENT, errno.EACCES])
+def test_with_all_roots_failing_the_last_error_is_raised(number: int) -> None:
+    striped = Striped()
+    keys = [key for name in NAMES for key in striped.keys_of(name, 1)]
+    for i, name in enumerate(NAMES):
+        striped.now = i / 10
+        for operation in ("exists", "read", "write"):
+            error = OSError(number, f"of {name}")
+            striped.faulty[name].script(operation, Fail(error))  # type: ignore[arg-type]
+        if name != "c":
+            assert striped.tier.exists(keys) == [False] * 3
+    totals: list[list[int]] = []
+    for _ in range(2):  # as it fails, and while all are left alone
+        with pytest.raises(OSError, match="of c"):
+            striped.tier.exists(keys)
+        with pytest.raises(OSError, match="of c") as caught:
+            get(striped.tier, keys[0])
+        assert caught.value.errno == number
+        with pytest.raises(OSError, match="of c"):
+            put(striped.tier, keys[0])
+        totals.append([faulty.calls.total() for faulty in striped.faulty.values()])
+    assert totals[0] == totals[1], "nobody was asked again"
+    assert striped.tier.exists([]) == []
+
+
+def test_a_bad_sector_is_not_a_bad_root(striped: Striped) -> None:
+    """Of several blocks read at once one fails: that one is missing, the root goes on."""
+    keys = striped.keys_of("b")
+    for key in keys:
+        put(striped.tier, key)
+    striped.faulty["b"].script("read", Fail(EIO), call=2)
+    into = [(memoryview(bytearray(BLOCK_BYTES)),) for _ in keys]
+    outcomes = striped.tier.read_batch(keys, into)
+    assert (outcomes[0], outcomes[2]) == (None, None)
+    assert isinstance(outcomes[1], MissingBlockError)
+    assert striped.tier.figures()["roots_failing"] == 0
+
+
+def test_a_root_is_told_of_once(striped: Striped, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    (key, _, _) = striped.keys_of("b")
+    striped.faulty["b"].script("exists", Fail(EIO))
+    for second in range(20):
+        striped.now = float(second)
+        striped.tier.exists([key])
+    striped.faulty["b"].heal()
+    striped.now = 100.0
+    striped.tier.exists([key])
+    assert [record.getMessage() for record in caplog.records] == [
+        "b is left alone by reads and writes for a while: OSError: [Errno 5] disk",
+        "b is read again",
+    ]
+
+
+# --- opening
+
+
+def test_a_root_that_cannot_be_opened_is_opened_later() -> None:
+    now = 0.0
+    attempts: list[float] = []
+    ended = threading.Semaphore(0)
+
+    def fail_twice() -> Tier:
+        attempts.append(now)
+        try:
+            if len(attempts) < 3:
+                raise OSError(errno.ENODEV, "not mounted")
+            return MemoryTier()
+        finally:
+            ended.release()
+
+    tier = StripedTier([Root("a", MemoryTier), Root("b", fail_twice)], clock=lambda: now)
+    ended.acquire()
+    for second in (0.5, 1.0, 1.5, 2.9, 3.0):
+        now = second
+        for i in range(10):
+            put(tier, key_of(i))
+        if second in (1.0, 3.0):
+            ended.acquire()
+            wait_for(lambda: not tier._places[1].is_opening)
+    assert attempts == [0.0, 1.0, 3.0]
+    assert all(tier.exists([key_of(i) for i in range(10)])), "also what b would have had"
+    tier.write(key_of(1), (memoryview(b"other"),))
+    assert tier.figures()["roots_failing"] == 0
+    tier.close()
+
+
+def test_roots_that_hang_do_not_stop_the_others() -> None:
+    released = threading.Event()
+    closed = threading.Event()
+
+    class Closing(MemoryTier):
+        def close(self) -> None:
+            closed.set()
+
+    def hang() -> Tier:
+        released.wait()
+        return Closing()
+
+    tier = StripedTier([Root("a", MemoryTier), Root("b", hang)], open_wait_s=0.01)
+    for i in range(10):
+        put(tier, key_of(i))
+    assert all(tier.exists([key_of(i) for i in range(10)]))
+    assert tier.figures()["roots_failing"] == 1
+    tier.close()
+    released.set()
+    assert closed.wait(30), "opened too late, and closed"
+
+
+def test_no_root_can_be_opened() -> None:
+    def fail() -> Tier:
+        raise OSError(errno.ENODEV, "not mounted")
+
+    with pytest.raises(OSError, match="not mounted"):
+        StripedTier([Root("a", fail), Root("b", fail)])
+    released = threading.Event()
+
+    def hang() -> Tier:
+        released.wait()
+        return MemoryTier()
+
+    with pytest.raises(TierUnreachableError, match="none of 2"):
+        StripedTier([Root("a", hang), Root("b", hang)], open_wait_max_s=0.01)
+    released.set()
+
+
+def test_a_root_that_hangs_does_not_stop_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.tiers.fs.striped.CLOSE_WAIT_S", 0.05)
+    released = threading.Event()
+    closed: list[str] = []
+
+    class Closing(MemoryTier):
+        def close(self) -> None:
+            closed.append("b")
+
+    class Hanging(MemoryTier):
+        def close(self) -> None:
+            released.wait()
+
+    StripedTier([Root("a", Hanging), Root("b", Closing)]).close()
+    assert closed == ["b"]
+    released.set()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        threading.Event().wait(0.001)
+
+
+# --- real roots
+
+
+def test_a_root_that_vanishes_and_comes_back(tmp_path: Path) -> None:
+    now = 0.0
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+    roots = [files_root(tmp_path / name) for name in NAMES]
+    tier = StripedTier(roots, clock=lambda: now)
+    keys = [key_of(i) for i in range(30)]
+    for key in keys:
+        put(tier, key)
+    (tmp_path / "b").rename(tmp_path / "gone")
+    found = list(tier.exists(keys))
+    assert 0 < sum(found) < 30
+    for key, there in zip(keys, found, strict=True):
+        if there:
+            assert get(tier, key) == block_of(key)
+        else:
+            with pytest.raises(MissingBlockError):
+                get(tier, key)
+    late = [key_of(i) for i in range(100, 130)]
+    for key in late:
+        put(tier, key)
+    assert all(tier.exists(late))
+    assert not (tmp_path / "b").exists(), "a mount that is gone is not replaced"
+    (tmp_path / "gone").rename(tmp_path / "b")
+    now = 1.0
+    assert all(tier.exists([*keys, *late]))
+    assert all(get(tier, key) == block_of(key) for key in [*keys, *late])
+    tier.close()
+
+
+def test_a_root_that_is_unmounted_and_mounted_again(tmp_path: Path) -> None:
+    now = 0.0
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(tmp_path / "b")]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a tmpfs cannot be mounted")
+    mounted = True
+    try:
+        (tmp_path / "b" / "kvtier.json").touch()
+        tier = StripedTier([files_root(tmp_path / name) for name in NAMES], clock=lambda: now)
+        keys = [key_of(i) for i in range(30)]
+        for key in keys:
+            put(tier, key)
+        subprocess.run(["umount", "-l", tmp_path / "b"], check=True)
+        mounted = False
+        assert 0 < sum(tier.exists(keys)) < 30
+        for key in keys:
+            put(tier, key)
+        assert all(tier.exists(keys))
+        assert os.listdir(tmp_path / "b") == [], "nothing went to the disk below"
+        subprocess.run(mount, check=True)
+        mounted = True
+        (tmp_path / "b" / "kvtier.json").touch()
+        now = 1.0
+        assert all(tier.exists(keys))
+        late = [key_of(i) for i in range(100, 130)]
+        for key in late:
+            put(tier, key)
+        assert len(os.listdir(tmp_path / "b")) == 2, "it is written again"
+        assert all(get(tier, key) == block_of(key) for key in [*keys, *late])
+        tier.close()
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", tmp_path / "b"], check=True)
