@@ -39,6 +39,10 @@ class EnvelopeError(KVTierError):
     """A stored block is not what its key says: damaged, truncated, or another block."""
 
 
+class ArchiveError(KVTierError):
+    """An archive is not an export of a namespace, or is cut off."""
+
+
 class MissingBlockError(KVTierError):
     """A tier does not hold this block (any more). An ordinary outcome of a read."""
 

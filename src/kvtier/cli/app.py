@@ -11,6 +11,11 @@ import typer
 from rich.console import Console
 
 import kvtier
+from kvtier.cli.admin import ls, verify
+from kvtier.cli.admin_archive import export, import_
+from kvtier.cli.admin_remove import evict, wipe
+from kvtier.cli.bench_fs import bench_fs
+from kvtier.cli.bench_object import bench_object
 from kvtier.cli.demo import DemoOptions, run_demo
 from kvtier.errors import KVTierError
 
@@ -87,3 +92,20 @@ def demo(
         messages.print(f"kvtier: {problem}", markup=False, soft_wrap=True)
     if not report.ok:
         raise typer.Exit(1)
+
+
+app.command()(ls)
+app.command()(verify)
+app.command()(evict)
+app.command()(wipe)
+app.command()(export)
+app.command("import")(import_)
+
+bench = typer.Typer(
+    help="Measure what tiers reach on this machine.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+bench.command("fs")(bench_fs)
+bench.command("object")(bench_object)
+app.add_typer(bench, name="bench")

@@ -109,6 +109,7 @@ class BuiltIn:
 TIER_TYPES: Mapping[str, BuiltIn] = {
     "fs": BuiltIn("kvtier.tiers.fs.tier_type:FsTierType"),
     "memory": BuiltIn("kvtier.tiers.memory:MemoryTierType"),
+    "object": BuiltIn("kvtier.tiers.object.tier_type:ObjectTierType", "object"),
     "valkey": BuiltIn("kvtier.tiers.valkey.tier_type:ValkeyTierType", "valkey"),
 }
 

@@ -226,12 +226,29 @@ def mark(accounts: Accounts) -> Mark:
     return Mark(unseen, accounts.handed_out, accounts.returned)
 
 
+def reports_of(accounts: Accounts) -> dict[str, int]:
+    """How often each member has told."""
+    return {name: entry.reports for name, entry in accounts.members.items()}
+
+
+def unheard(accounts: Accounts, since: Mapping[str, int]) -> set[str]:
+    """Members that have told nothing since `reports_of` said so. What one of them gave back may be
+    missing from an inventory made before, and is still on the books.
+    """
+    return {
+        name
+        for name, entry in accounts.members.items()
+        if name in since and entry.reports == since[name]
+    }
+
+
 def reconcile(accounts: Accounts, before: Mark, found: int, removed: int = 0) -> int:
     """Correct `granted` by an inventory that was made while others went on writing and deleting.
 
     Every byte on disk that the inventory missed was written after `before`: from what members
     could write then, or from a grant since. That bounds `granted` from above. What was found and
-    not given back since is still there: that bounds it from below.
+    not given back since is still there: that bounds it from below. To be called when nobody is
+    `unheard` since the end of the inventory.
 
     Args:
         accounts: changed in place.

@@ -262,7 +262,7 @@ class Term:
         comparison = self._comparison
         assert comparison is not None, "a scan begins with one"
         if comparison.awaited is None:
-            comparison.awaited = {name: entry.reports for name, entry in accounts.members.items()}
+            comparison.awaited = books.reports_of(accounts)
             comparison.found = self._inventory.nbytes
             comparison.removed_until_end = self._removed
             comparison.ended = self._scan_ended
@@ -271,13 +271,9 @@ class Term:
     def _settle(self, comparison: _Comparison, accounts: Accounts) -> None:
         """Wait until everybody has reported since the scan, then correct the books by it."""
         assert comparison.awaited is not None, "the scan has ended"
-        missing = [
-            name
-            for name, reports in comparison.awaited.items()
-            if name in accounts.members and accounts.members[name].reports == reports
-        ]
+        unheard = books.unheard(accounts, comparison.awaited)
         # one that is stopped drops what it has not told within its lease
-        if missing and self._clock() < comparison.ended + LEASE_S + LOCK_WAIT_S:
+        if unheard and self._clock() < comparison.ended + LEASE_S + LOCK_WAIT_S:
             return
         found = comparison.found - (self._removed - comparison.removed_until_end)
         removed = self._removed - comparison.removed_until_mark

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvtier.core.types import BlockKey
     from kvtier.tiers.base import Buffers
     from kvtier.tiers.fs.segments.owned import OwnedStores
-    from kvtier.tiers.fs.segments.places import Place
+    from kvtier.tiers.fs.segments.places import Block, Place
     from kvtier.tiers.fs.segments.store import Store
 
 
@@ -202,7 +202,7 @@ class OwnedBlocks:
             now = self._slots.stamp()
             number = place.segment.table.number
             records.append(Record(PUT, item.key, number, place.slot, item.length, now, now))
-        former = []
+        leaving: list[Block] = []
         with store.log.lock:
             try:
                 count = store.log.append(records)
@@ -212,12 +212,10 @@ class OwnedBlocks:
                 count = 0
             for (item, place), record in zip(group[:count], records, strict=False):
                 del unused[place.location]
-                block = self._slots.publish(item.key, place, item.length, record.created_ns)
-                if block is not None:
-                    former.append(block)
+                leaving += self._slots.publish(item.key, place, item.length, record.created_ns)
         if count < len(group):
             self._owned.shrink()  # the next write finds room for its record
         for item, _ in group[count:]:
             failures[item.position] = OSError(errno.ENOSPC, "no space left for the log")
-        self._owned.release(former)
+        self._owned.release(leaving)
         store.log.sync()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvtier.core.types import BlockKey
@@ -24,6 +25,7 @@ from kvtier.tiers.fs.segments.store import (
     request,
     store_directories,
 )
+from kvtier.tiers.fs.segments.table import slot_bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -117,7 +119,7 @@ def is_alive(directory: str) -> bool:
 
 
 class StoreReader:
-    """A store as it was when it was opened, to list and to read; use it in a `with`.
+    """A store as it was when it was opened, to list and to read; use it in a `with`. Thread safe.
 
     Args:
         directory: of the store.
@@ -129,6 +131,7 @@ class StoreReader:
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
+        self._lock = threading.Lock()  # guards the reader and its table
         self._reader = LogReader(directory)
         self._reader.follow()
 
@@ -141,6 +144,10 @@ class StoreReader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the log."""
         self._reader.close()
 
     def __len__(self) -> int:
@@ -148,42 +155,62 @@ class StoreReader:
 
     def blocks(self) -> Iterator[StoredBlock]:
         """All blocks, as they lie on the disk."""
-        for segment in self._reader.table.segments.values():
+        with self._lock:
+            segments = [segment.copy() for segment in self._reader.table.segments.values()]
+        for segment in segments:
             for record in segment.records():
                 yield StoredBlock(*record[1:])
 
-    def read(self, block: StoredBlock) -> bytes:
-        """The bytes of a block: its header and its row.
+    def find(self, key: BlockKey) -> StoredBlock | None:
+        """Where a block lies now; None if the store does not hold it.
+
+        Raises:
+            OSError: the medium failed.
+        """
+        with self._lock:
+            self._follow()
+            found = self._reader.table.find(key)
+            if found is None:
+                return None
+            segment, slot = found
+            return StoredBlock(
+                key,
+                segment.number,
+                slot,
+                segment.lengths[slot],
+                segment.created[slot],
+                segment.used[slot],
+            )
+
+    def read(self, block: StoredBlock, into: memoryview) -> None:
+        """Read the first bytes of a block, its header and then its row.
+
+        Args:
+            block: as it was listed or found.
+            into: at most as long as the block; page aligned for direct I/O.
 
         Raises:
             MissingBlockError: it was evicted meanwhile, or its segment is gone.
             OSError: the medium failed.
         """
         try:
-            file = open_segment(self._directory, block.segment, direct=False, writable=False)
+            file = open_segment(self._directory, block.segment, direct=True, writable=False)
         except FileNotFoundError:
             raise MissingBlockError(f"segment {block.segment} is gone") from None
-        data = bytearray(block.length)
         try:
-            found = self._reader.table.find(block.key)
-            if found is None:
-                raise MissingBlockError("it was evicted")
-            got = file.read(block.slot * found[0].slot_bytes, [memoryview(data)])
+            got = file.read(block.slot * slot_bytes_of(block.length), [into])
         finally:
             file.retire()
+        now = self.find(block.key)
+        if got < into.nbytes or now is None or now[:5] != block[:5]:
+            raise MissingBlockError("it was evicted or moved while it was being read")
+
+    def _follow(self) -> None:
+        """Learn what the log says now. Called under the lock."""
         if self._reader.pending() is None:  # rewritten meanwhile
-            self._reader.close()
-            self._reader = LogReader(self._directory)
+            reader, self._reader = self._reader, LogReader(self._directory)
+            reader.close()
         self._reader.follow()
-        found = self._reader.table.find(block.key)
-        if (
-            got < block.length
-            or found is None
-            or (found[0].number, found[1], found[0].created[found[1]])
-            != (block.segment, block.slot, block.created_ns)
-        ):
-            raise MissingBlockError("it was evicted while it was being read")
-        return bytes(data)
 
 
 def evict(directory: str, keys: Sequence[BlockKey] | None) -> Eviction:

@@ -249,16 +249,17 @@ class OwnedStores:
             OSError: the medium failed.
         """
         store.sweep()
+        numbers = set(store.segment_numbers())
         segments: list[OwnedSegment] = []
         lost = 0
-        numbers = set(store.segment_numbers())
         for segment_table in list(table.segments.values()):
-            if segment_table.live == 0:
-                table.remove(segment_table)
-                continue
-            try:
-                file = store.open_segment(segment_table.number)
-            except OSError:
+            file = None
+            if segment_table.live and segment_table.number in numbers:
+                try:
+                    file = store.open_segment(segment_table.number)
+                except OSError as error:
+                    logger.warning("A segment of %s is lost: %s", store.directory, error)
+            if file is None:
                 lost += len(table.remove(segment_table))
                 continue
             num_slots = max(0, file.nbytes()) // segment_table.slot_bytes
@@ -266,16 +267,16 @@ class OwnedStores:
                 lost += table.clear(segment_table, slot) is not None
             segment_table.resize(num_slots)
             segments.append(OwnedSegment(segment_table, file, store))
-            numbers.discard(segment_table.number)
-        self.totals["lost_blocks"] += lost
-        count = len(table)
+            numbers.remove(segment_table.number)
+        num_blocks = len(table)
         double = self.slots.join(segments, table)
-        for number in numbers:  # nothing lies in them
-            self.space.give_back(store.remove_segment(number))
         with self._growing:
             self._stores += (store,)
         self.totals["adopted_stores"] += 1
-        self.totals["adopted_blocks"] += count - len(double)
+        self.totals["adopted_blocks"] += num_blocks - len(double)
+        self.totals["lost_blocks"] += lost
+        for number in numbers:  # nothing lies in them
+            self.space.give_back(store.remove_segment(number))
         self.release(double)
 
     def abandon(self, store: Store) -> None:

@@ -145,21 +145,23 @@ class Slots:
                         places.append(Place(segment, slot))
         return places
 
-    def publish(self, key: BlockKey, place: Place, length: int, created_ns: int) -> Block | None:
+    def publish(self, key: BlockKey, place: Place, length: int, created_ns: int) -> list[Block]:
         """The block lies complete in a slot that was reserved, and its log says so.
 
         Returns:
-            The same block as it lay elsewhere, if it did: leaving, see `free`.
+            What its log still has to say is gone, see `free`: the same block as it lay elsewhere,
+            or this one, if its segment was given up meanwhile.
         """
         with self._lock:
-            former = None
-            if not place.segment.gone:
+            segment, slot = place
+            if segment.gone:
+                leaving = [Block(key, place, length, created_ns, created_ns)]
+            else:
                 former = self.forget(key)
-                self._table.put(
-                    place.segment.table, place.slot, key, length, created_ns, created_ns
-                )
-            place.segment.file.leave()
-            return former
+                leaving = [] if former is None else [former]
+                self._table.put(segment.table, slot, key, length, created_ns, created_ns)
+            segment.file.leave()
+            return leaving
 
     def abandon(self, places: Iterable[Place]) -> None:
         """Slots that were reserved hold nothing after all."""

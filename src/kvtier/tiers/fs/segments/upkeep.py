@@ -121,7 +121,9 @@ class Upkeep:
         """Notice stores and segments that were removed or cut off by hand."""
         for store in self._owned.stores():
             if not store.is_whole():
-                logger.warning("%s was removed or changed by hand: its blocks are lost", store)
+                logger.warning(
+                    "%s was removed or changed by hand: its blocks are lost", store.directory
+                )
                 self._owned.abandon(store)
         for segment in self._owned.slots.segments():
             if segment.file.enter():
@@ -194,7 +196,12 @@ class Upkeep:
             os.close(lock)
             raise
         else:
-            self._owned.adopt(store, table)
+            try:
+                self._owned.adopt(store, table)
+            except BaseException:
+                if store not in self._owned.stores():
+                    store.close()
+                raise
             self._followers.scan(force=True)
 
     def _tidy(self) -> None:

@@ -1,0 +1,141 @@
+"""What the admin commands have in common: errors to exit codes, progress, tables, JSON."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from kvtier.cli.admin_options import count_text
+from kvtier.errors import ConfigError, KVTierError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvtier.tiers.fs.catalog_findings import Deleted, Findings
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+_PATHS_SHOWN = 10
+
+PROBLEMS = 1
+USAGE = 2
+INTERRUPTED = 130
+
+
+def messages_console() -> Console:
+    """Where everything goes that is no result: the standard error."""
+    return Console(stderr=True, highlight=False)
+
+
+def say(console: Console, text: str) -> None:
+    """One message, as it is."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def teller(console: Console) -> Callable[[str], None]:
+    """Says what something waits for, once per text."""
+    told: set[str] = set()
+
+    def tell(text: str) -> None:
+        if text not in told:
+            told.add(text)
+            say(console, text)
+
+    return tell
+
+
+def print_json(value: object, out: TextIO | None = None) -> None:
+    """The result, as one JSON value on one line; to the standard output unless `out` is given."""
+    (out or sys.stdout).write(json.dumps(value) + "\n")
+
+
+@contextmanager
+def exit_codes(messages: Console) -> Iterator[None]:
+    """Turns errors into a message and an exit code: 2 for misuse, 1 for the rest."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(messages, "Interrupted.")
+        raise typer.Exit(INTERRUPTED) from None
+    except ConfigError as error:
+        say(messages, f"kvtier: {error}")
+        raise typer.Exit(USAGE) from None
+    except KVTierError as error:
+        say(messages, f"kvtier: {error}")
+        raise typer.Exit(PROBLEMS) from None
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise
+        say(messages, f"kvtier: {error}")
+        raise typer.Exit(PROBLEMS) from None
+
+
+@contextmanager
+def progress_bar(
+    messages: Console, what: str, total_bytes: int | None
+) -> Iterator[Callable[[int], None]]:
+    """A bar with throughput while something runs, if a person is watching; yields what to call with
+    bytes as they are done, from any thread.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=messages, transient=True, disable=not messages.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def findings_json(findings: Findings, now_s: float) -> dict[str, Any]:
+    """What lies beside the blocks."""
+    return {
+        "foreign": {"count": findings.num_foreign, "paths": findings.foreign_paths},
+        "temporary_files": [
+            {"path": file.path, "bytes": file.nbytes, "age_s": round(now_s - file.written_s, 1)}
+            for file in findings.temporaries
+        ],
+        "unreadable": [{"path": path, "reason": reason} for path, reason in findings.problems],
+    }
+
+
+def say_findings(messages: Console, findings: Findings) -> None:
+    """The same for people."""
+    if findings.num_foreign:
+        say(messages, f"{count_text(findings.num_foreign, 'foreign file')}, left alone:")
+        for path in findings.foreign_paths[:_PATHS_SHOWN]:
+            say(messages, f"  {path}")
+        if findings.num_foreign > _PATHS_SHOWN:
+            say(messages, f"  and {findings.num_foreign - _PATHS_SHOWN} more")
+    for path, reason in findings.problems:
+        say(messages, f"cannot be read: {path} ({reason})")
+
+
+def deleted_json(deleted: Deleted) -> dict[str, Any]:
+    """What a deletion did."""
+    return {
+        "blocks": deleted.blocks,
+        "bytes": deleted.nbytes,
+        "kept": deleted.kept,
+        "failures": [
+            {"key": entry.key.hex(), "reason": reason} for entry, reason in deleted.failures
+        ],
+    }

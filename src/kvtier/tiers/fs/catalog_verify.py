@@ -1,0 +1,180 @@
+"""Reads stored blocks and tells which are damaged, beside engines that write and evict them.
+
+A block that is gone when it is read, or that is whole when it is read once more, was evicted or
+rewritten meanwhile: that is no damage.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvtier.envelope import HEADER_BYTES, Envelope, open_envelope, verify
+from kvtier.errors import EnvelopeError, MissingBlockError
+from kvtier.tiers.fs.page_buffer import PageBuffer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvtier.tiers.fs.catalog import LayoutBlocks, NamespaceEntry
+    from kvtier.tiers.fs.catalog_findings import BlockEntry
+
+_ATTEMPTS = 3
+"""Reads of a block before it counts as damaged."""
+
+Stored = tuple["NamespaceEntry", "LayoutBlocks", "BlockEntry"]
+"""One block and where it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A block that is not what its key says, or cannot be read.
+
+    Attributes:
+        namespace: where.
+        layout: `files` or `segments`.
+        entry: the block.
+        reason: what is wrong.
+        readable: False if the medium failed; such a block is not removed.
+        removed: whether it is gone now.
+    """
+
+    namespace: NamespaceEntry
+    layout: str
+    entry: BlockEntry
+    reason: str
+    readable: bool
+    removed: bool
+
+
+@dataclass(slots=True)
+class Verification:
+    """What a verification found.
+
+    Attributes:
+        blocks: read and found whole.
+        nbytes: of them.
+        vanished: gone before they could be read.
+        damages: what is not whole.
+    """
+
+    blocks: int = 0
+    nbytes: int = 0
+    vanished: int = 0
+    damages: list[Damage] = field(default_factory=list)
+
+
+def read_verified(
+    namespace: str, layout: LayoutBlocks, entry: BlockEntry, buffer: PageBuffer
+) -> memoryview:
+    """Header and row of one block, known to be whole; they lie in `buffer`.
+
+    Raises:
+        MissingBlockError: gone meanwhile.
+        EnvelopeError: damaged, every time that it was read.
+        OSError: the medium failed.
+    """
+    for attempt in range(_ATTEMPTS):
+        try:
+            data = layout.read(entry, buffer)
+            verify(data[:HEADER_BYTES], namespace, entry.key, data[HEADER_BYTES:])
+        except EnvelopeError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+        else:
+            return data
+    raise AssertionError("the last attempt returns or raises")
+
+
+def envelope_of(layout: LayoutBlocks, entry: BlockEntry, buffer: PageBuffer) -> Envelope:
+    """What a block's header says; the row is not read. Raises what `read_verified` does."""
+    return open_envelope(layout.read(entry, buffer, HEADER_BYTES))
+
+
+def verify_blocks(
+    stored: Iterable[Stored],
+    repair: bool,
+    num_threads: int,
+    progress: Callable[[int], None],
+) -> Verification:
+    """Read blocks on several threads and verify each.
+
+    Args:
+        stored: the blocks.
+        repair: remove what is damaged.
+        num_threads: at least 1.
+        progress: told the bytes of each block that was looked at; called on the threads.
+
+    Raises:
+        BaseException: what interrupted it; the threads have ended then.
+    """
+    return _Verifier(stored, repair, progress).run(num_threads)
+
+
+class _Verifier:
+    def __init__(
+        self, stored: Iterable[Stored], repair: bool, progress: Callable[[int], None]
+    ) -> None:
+        self._stored = iter(stored)
+        self._repair = repair
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._found = Verification()
+        self._error: BaseException | None = None
+        self._stopped = False
+
+    def run(self, num_threads: int) -> Verification:
+        threads = [
+            threading.Thread(target=self._serve, name=f"kvtier-verify-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            self._stopped = True
+            for thread in threads:
+                thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+    def _serve(self) -> None:
+        buffer = PageBuffer()
+        try:
+            while (taken := self._take()) is not None:
+                self._verify(*taken, buffer)
+                self._progress(taken[2].nbytes)
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            self._error = error
+            self._stopped = True
+
+    def _take(self) -> Stored | None:
+        with self._lock:
+            return None if self._stopped else next(self._stored, None)
+
+    def _verify(
+        self, namespace: NamespaceEntry, layout: LayoutBlocks, entry: BlockEntry, buffer: PageBuffer
+    ) -> None:
+        try:
+            data = read_verified(namespace.digest, layout, entry, buffer)
+        except MissingBlockError:
+            with self._lock:
+                self._found.vanished += 1
+        except EnvelopeError as error:
+            removed = self._repair and layout.delete([entry]).blocks == 1
+            self._add(Damage(namespace, layout.layout, entry, str(error), True, removed))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self._add(Damage(namespace, layout.layout, entry, reason, False, False))
+        else:
+            with self._lock:
+                self._found.blocks += 1
+                self._found.nbytes += data.nbytes
+
+    def _add(self, damage: Damage) -> None:
+        with self._lock:
+            self._found.damages.append(damage)
