@@ -16,6 +16,7 @@ from kvtier.cli.admin_archive import export, import_
 from kvtier.cli.admin_remove import evict, wipe
 from kvtier.cli.bench_fs import bench_fs
 from kvtier.cli.bench_object import bench_object
+from kvtier.cli.bench_valkey import bench_valkey
 from kvtier.cli.demo import DemoOptions, run_demo
 from kvtier.errors import KVTierError
 
@@ -108,4 +109,5 @@ bench = typer.Typer(
 )
 bench.command("fs")(bench_fs)
 bench.command("object")(bench_object)
+bench.command("valkey")(bench_valkey)
 app.add_typer(bench, name="bench")

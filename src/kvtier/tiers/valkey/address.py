@@ -20,6 +20,7 @@ _SCHEMES = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
 _ALLOWED = "valkey:// or redis://, or valkeys:// or rediss:// for TLS"
 _FORM = "valkey://[user@]host:port[/database]"
 _DATABASE = re.compile(r"/?|/([0-9]{1,5})")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
 
 
@@ -105,12 +106,10 @@ def masked(url: str) -> str:
     """A text that may be a URL, without what may be a password. Whatever stands between the scheme
     and the last `@` is taken for one: a password may hold any sign.
     """
-    scheme, separator, rest = url.rpartition("://") if url.count("://") == 1 else ("", "", url)
-    if not separator and "://" in url:
-        scheme, separator, rest = url.partition("://")
-    if "@" not in rest:
-        return url
-    return f"{scheme}{separator}***@{rest.rpartition('@')[2]}"
+    scheme = _SCHEME.match(url)
+    head = scheme[0] if scheme is not None else ""
+    rest = url[len(head) :]
+    return f"{head}***@{rest.rpartition('@')[2]}" if "@" in rest else url
 
 
 def _advice(parts: SplitResult) -> str:
