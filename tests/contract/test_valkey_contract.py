@@ -29,6 +29,13 @@ from kvtier.tiers.base import (
 )
 
 USER_PASSWORD = "a-users-password"
+USER = (
+    *("on", f">{USER_PASSWORD}", "resetkeys", "~t*", "resetchannels", "&__keyevent@*"),
+    *("-@all", "+hello", "+ping", "+select", "+client|setinfo", "+client|setname", "+info"),
+    *("+config|get", "+exists", "+mget", "+mset", "+pexpire", "+unlink", "+multi", "+exec"),
+    "+subscribe",
+)
+IN_CLUSTER = ("+cluster|nodes", "+cluster|slots", "+cluster|shards", "+readonly")
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +110,7 @@ class TestUserOfTheAccessList(_OnServer):
 
     @pytest.fixture(autouse=True)
     def _place(self, server: ValkeyServer, tmp_path: Path) -> None:
-        rules = (
-            f"on >{USER_PASSWORD} resetkeys ~t* resetchannels &__keyevent@* "
-            "-@all +ping +select +info +client|setinfo +client|setname +hello "
-            "+config|get +exists +mget +mset +pexpire +unlink +multi +exec +subscribe"
-        )
-        past(server.port).execute_command("ACL", "SETUSER", "kvtier", "reset", *rules.split())
+        past(server.port).execute_command("ACL", "SETUSER", "kvtier", "reset", *USER)
         (tmp_path / "password").write_text(f"{USER_PASSWORD}\n")
         self.url = f"valkey://kvtier@127.0.0.1:{server.port}"
         self.options = {"password_file": str(tmp_path / "password"), "ttl": 60}
@@ -128,6 +130,15 @@ class TestCluster(_OnServer):
 
 class TestClusterBlocksThatExpire(TestCluster):
     options = MappingProxyType({"ttl": 60})
+
+
+class TestUserOfACluster(_OnServer):
+    @pytest.fixture(autouse=True)
+    def _place(self, nodes: list[ValkeyServer]) -> None:
+        for node in nodes:
+            past(node.port).execute_command("ACL", "SETUSER", "kvtier", "reset", *USER, *IN_CLUSTER)
+        self.url = f"valkey://kvtier:{USER_PASSWORD}@127.0.0.1:{nodes[0].port}"
+        self.options = MappingProxyType({"ttl": 60})
 
 
 class TestDriver(DriverContract):

@@ -392,6 +392,13 @@ class TestTampering:
         assert get(tier, key_of(2)) == block_of(key_of(2))
 
     @pytest.mark.parametrize("part", [0, 1])
+    def test_half_a_block_does_not_exist(
+        self, shared: ValkeyServer, prefix: str, tier: ValkeyTier, part: int
+    ) -> None:
+        past(shared.port).delete(names_of(prefix, 2)[part])
+        assert tier.exists([key_of(1), key_of(2)]) == [True, False]
+
+    @pytest.mark.parametrize("part", [0, 1])
     def test_a_flipped_byte_is_corrupt(self, shared: ValkeyServer, part: int) -> None:
         prefix = fresh_prefix()
         driver = ThreadedDriver("v", lambda d: open_tier(shared.url, d, key_prefix=prefix), 2)
@@ -439,6 +446,31 @@ def test_faults_reach_the_driver(server: ValkeyServer) -> None:
 
     until(full, "the server is full")
     assert driver.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"ttl": 60}])
+def test_a_read_sees_one_write_and_not_two(shared: ValkeyServer, options: dict[str, int]) -> None:
+    """Header and row of two contents that are written all the time never mix."""
+    tier = open_tier(shared.url, key_prefix=fresh_prefix(), **options)
+    contents = [bytes([value]) * BLOCK_BYTES for value in (1, 2)]
+    put(tier, key_of(1), contents[0])
+    stop = threading.Event()
+
+    def write(content: bytes) -> None:
+        while not stop.is_set():
+            put(tier, key_of(1), content)
+
+    writers = [threading.Thread(target=write, args=(content,)) for content in contents]
+    for writer in writers:
+        writer.start()
+    try:
+        for _ in range(300):
+            assert get(tier, key_of(1)) in contents
+    finally:
+        stop.set()
+        for writer in writers:
+            writer.join()
+    tier.close()
 
 
 def test_long_rows_are_cut(tmp_path: Path) -> None:
@@ -576,9 +608,10 @@ class TestCluster:
     def test_slots_that_move(self, nodes: list[ValkeyServer]) -> None:
         """While a slot moves, and after it, its blocks are served or refused for a while."""
         prefix = fresh_prefix()
+        key = key_of(1_000_001)  # the other blocks of its slot would have to move as well
         tier = open_tier(nodes[0].url, key_prefix=prefix)
-        put(tier, key_of(1))
-        name = names_of(prefix, 1)[0]
+        put(tier, key)
+        name = Names(prefix, NAMESPACE).of(key)[0]
         slot = str(nodes[0].ask("CLUSTER", "KEYSLOT", name))
         ids = [node.ask("CLUSTER", "MYID").decode() for node in nodes]  # type: ignore[attr-defined]
         source = next(
@@ -589,18 +622,18 @@ class TestCluster:
         target = (source + 1) % 3
         nodes[target].ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
         nodes[source].ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
-        moved, left = names_of(prefix, 1)
+        moved, left = Names(prefix, NAMESPACE).of(key)
         place = ("127.0.0.1", str(nodes[target].port))
         nodes[source].ask("MIGRATE", *place, moved, "0", "2000")
-        half = outcome(lambda: get(tier, key_of(1)))
+        half = outcome(lambda: get(tier, key))
         assert isinstance(half, TierThrottledError | TierUnreachableError | None), half
         nodes[source].ask("MIGRATE", *place, left, "0", "2000")
-        assert get(tier, key_of(1)) == block_of(key_of(1)), "ASK"
+        assert get(tier, key) == block_of(key), "ASK"
         for node in (nodes[target], nodes[source]):
             node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
-        until(lambda: outcome(lambda: get(tier, key_of(1))) is None, "MOVED")
-        assert get(tier, key_of(1)) == block_of(key_of(1))
-        put(tier, key_of(1))
+        until(lambda: outcome(lambda: get(tier, key)) is None, "MOVED")
+        assert get(tier, key) == block_of(key)
+        put(tier, key)
         tier.close()
 
     def test_a_node_fails_over_to_its_replica(
