@@ -23,6 +23,10 @@ DEFAULT_THREADS = 32
 
 DEFAULT_LOOKUPS_IN_FLIGHT = 128
 
+CALLING_THREADS_MAX = 8
+"""Threads of the driver; each hands a run of blocks to the tier, which moves `threads` at once.
+More of them only take turns at the interpreter."""
+
 _SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "az")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 _PREFIX_PART = re.compile(r"[A-Za-z0-9._=-]+")
