@@ -18,8 +18,8 @@ from kvtier.testing.contract import DriverContract, TierContract
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvtier.testing.s3_servers import S3Server
     from kvtier.drivers.base import SecondaryTierManager
+    from kvtier.testing.s3_servers import S3Server
     from kvtier.tiers.object.objects import ObjectTier
 
 

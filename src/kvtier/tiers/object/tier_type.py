@@ -12,6 +12,7 @@ from kvtier.tiers.object.settings import (
     CALLING_THREADS_MAX,
     ObjectSettings,
     ca_certificates,
+    capacity_of,
     place_of,
 )
 
@@ -46,6 +47,7 @@ class ObjectTierType:
             raise ConfigError(f"{setting}: type 'object' needs pip install 'kvtier[object]'")
         place_of(settings, setting)
         ca_certificates(settings, setting)
+        capacity_of(settings, setting)
         verdict = try_in_a_process(settings, setting)
         if verdict.kind == "never" or (
             verdict.kind == "not_now" and settings.on_unavailable == "fail"
