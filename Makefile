@@ -16,7 +16,7 @@ INSTALL := $(PIP) install -q -e '.[$(ENGINE),cli,object,servers,dev]'
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint bench mutants clean
+.PHONY: help demo test test-fast lint bench bench-object mutants clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,9 @@ lint: $(STAMP) ## Ruff, formatting, types and the layers
 bench: $(STAMP) ## Run every benchmark under bench/
 	@set -e; for program in $(wildcard bench/[a-z]*.py); do \
 	    echo "== $$program"; $(BIN)/python $$program $(ARGS); done
+
+bench-object: $(STAMP) ## The object tier over an S3 server that is started for it; JSON=1 for JSON
+	@$(BIN)/python bench/object.py $(if $(JSON),--json) $(ARGS)
 
 mutants: $(STAMP) ## Plant faults in the core one by one, and see that the tests find each
 	$(BIN)/python tests/machine/mutants.py

@@ -2,17 +2,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 pytest.importorskip("obstore")
 
 from object_tiers import open_tier, settings_for
 
+from kvtier.drivers.process.driver import ProcessDriver
+from kvtier.drivers.process.process import Launch
 from kvtier.drivers.threaded import ThreadedDriver
+from kvtier.testing.blocks import Slots, SlotsOfRegion
 from kvtier.testing.contract import DriverContract, TierContract
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvtier.drivers.base import SecondaryTierManager
+    from kvtier.testing.s3_servers import S3Server
     from kvtier.tiers.object.objects import ObjectTier
 
 
@@ -53,3 +60,22 @@ class TestObjectDriverOnJuice(ObjectDriverContract):
 
 class TestObjectDriverOnSeaweed(ObjectDriverContract):
     server_name = "seaweed"
+
+
+class TestObjectDriverInAProcess(DriverContract):
+    """As below an engine."""
+
+    @pytest.fixture(autouse=True)
+    def place(self, juice: S3Server, s3_credentials: None) -> Iterator[None]:
+        self.server = juice
+        self.slots = SlotsOfRegion()
+        yield
+        self.slots.region.close()
+
+    def make_slots(self, num_slots: int) -> Slots:
+        return self.slots.take(num_slots)
+
+    def make(self) -> SecondaryTierManager:
+        options = msgspec.to_builtins(settings_for(self.server))
+        launch = Launch("object", "object", options)
+        return ProcessDriver(launch, self.slots.region, lambda _: {"model": "tiny"})

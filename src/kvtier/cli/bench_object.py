@@ -104,7 +104,7 @@ def measure_object(plan: Plan, doing: Callable[[str], None]) -> list[Row]:
         return measure(plan, _BareObjects(store), doing)
     finally:
         doing("deleting the objects")
-        delete_all(store)
+        delete_all(store)  # once more: the measurement may have ended anywhere
 
 
 def delete_all(store: ObjectStore) -> None:
@@ -183,6 +183,10 @@ class _BareObjects:
 
         path = _path(name)
         self._store.ask("reading", lambda client: obstore.get(client, path).bytes())
+
+    def clean(self) -> None:
+        """Everything below the prefix."""
+        delete_all(self._store)
 
 
 def _path(name: str) -> str:

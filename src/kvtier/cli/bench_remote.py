@@ -36,6 +36,7 @@ _POLL_S = 0.0001
 _TICK_S = 0.001
 _TICKS = 1000
 _ROUNDS_MAX = 20
+_SHAPE_BYTES_MAX = 1 << 30
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -49,6 +50,10 @@ class BareClient(Protocol):
 
     def get(self, name: str, into: memoryview) -> None:
         """Fetch what `put` stored; as the client does it, into `into` or memory of its own."""
+        ...
+
+    def clean(self) -> None:
+        """Delete everything that was stored, by the tier too."""
         ...
 
 
@@ -196,6 +201,7 @@ def measure(plan: Plan, bare: BareClient, doing: Callable[[str], None]) -> list[
                 doing(f"{shape_text(size)}, {count} in flight")
                 times = _alternate(jobs, bare, region, count, share_s)
                 rows += _rows(plan.kind, size, count, times)
+                bare.clean()
             if size == max(plan.sizes):
                 doing("ticks of the main thread")
                 rows.append(_tick_row(plan.kind, jobs, min(16, max(plan.in_flight))))
@@ -217,8 +223,12 @@ def _alternate(
 ) -> _Times:
     times = _Times()
     until = time.perf_counter() + share_s
+    # the first calls open connections, and start threads
+    warm = [key.hex() for key in fresh_keys(count)]
     with ThreadPoolExecutor(count) as threads:
-        for _ in range(_ROUNDS_MAX):
+        list(threads.map(bare.put, warm, [region.slot(Slot(i)) for i in range(count)]))
+        jobs.seconds("store", fresh_keys(count))
+        for _ in range(min(_ROUNDS_MAX, max(3, _SHAPE_BYTES_MAX // (count * region.slot_bytes)))):
             names = [key.hex() for key in fresh_keys(count)]
             slots = [region.slot(Slot(i)) for i in range(count)]
             for operation, call in (("store", bare.put), ("load", bare.get)):

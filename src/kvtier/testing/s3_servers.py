@@ -222,7 +222,7 @@ class SeaweedServer(S3Server):
             "-filer", f"-filer.port={filer}", "-s3", f"-s3.port={s3}", f"-s3.config={config}",
             "-s3.port.iceberg=0", "-s3.port.lance=0",
             "-s3.autoCreateBucket=false",
-            "-volume.max=8", "-master.volumeSizeLimitMB=1024", "-master.telemetry=false",
+            "-volume.max=64", "-master.volumeSizeLimitMB=1024", "-master.telemetry=false",
         ]  # fmt: skip
 
 

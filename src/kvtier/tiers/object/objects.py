@@ -25,6 +25,8 @@ from kvtier.tiers.object.beliefs import Beliefs
 from kvtier.tiers.object.existence import Existence, path_of
 from kvtier.tiers.object.faults import CLIENT_ERRORS, status_of
 from kvtier.tiers.object.parallel import Parallel
+from kvtier.tiers.object.settings import capacity_of
+from kvtier.tiers.object.sweeper import Sweeper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,6 +75,12 @@ class ObjectTier:
         self._lookups = Parallel(settings.lookups_in_flight, "kvtier-object-lookup")
         self._blocks = Parallel(settings.threads, "kvtier-object-block")
         self._existence = Existence(store, namespace, self._beliefs, self._lookups, clock)
+        self._evicted: list[BlockKey] = []
+        self._sweeper: Sweeper | None = None
+        capacity = capacity_of(settings, "object")
+        if capacity is not None:
+            self._sweeper = Sweeper(store, capacity, self._forget, self._blocks, clock)
+            self._sweeper.start()
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each key is there, see `Existence`.
@@ -160,12 +168,20 @@ class ObjectTier:
             self._store.ask("deleting a block", lambda client: obstore.delete(client, path))
         self._beliefs.learn(key, False, self._clock())
 
+    def take_dropped(self) -> list[BlockKey]:
+        """Keys of this namespace that this process evicted since the last call. What another
+        process evicts costs a failed read, or is asked for again when its belief ends.
+        """
+        with self._lock:
+            evicted, self._evicted = self._evicted, []
+        return evicted
+
     def figures(self) -> dict[str, float]:
         """Totals since the namespace was opened: requests by kind, keys that lookups asked for, and
         how many of those were answered without a request.
         """
         trips = self._existence.trips
-        return {
+        figures: dict[str, float] = {
             "round_trips": self._gets + self._puts + self._deletes + trips.heads + trips.pages,
             "get_round_trips": self._gets,
             "put_round_trips": self._puts,
@@ -177,11 +193,29 @@ class ObjectTier:
             "believed_blocks": trips.believed_keys,
             "beliefs": len(self._beliefs),
         }
+        if self._sweeper is not None:
+            swept = self._sweeper.swept
+            figures["sweeps"] = swept.sweeps
+            figures["sweep_failures"] = swept.failures
+            figures["sweep_pages"] = swept.pages
+            figures["evicted_blocks"] = swept.evicted_blocks
+            if swept.holds:
+                figures["used_bytes"] = swept.used_bytes
+        return figures
 
     def close(self) -> None:
         """End the threads; objects stay where they are."""
+        if self._sweeper is not None:
+            self._sweeper.close()
         self._lookups.close()
         self._blocks.close()
+
+    def _forget(self, namespace: str, key: BlockKey) -> None:
+        """A block was evicted by this process."""
+        if namespace == self._directory:
+            self._beliefs.learn(key, False, self._clock())
+            with self._lock:
+                self._evicted.append(key)
 
     def _put(self, key: BlockKey, buffers: Buffers) -> None:
         with self._lock:

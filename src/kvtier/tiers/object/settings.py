@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvtier.config import parse_size
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ DEFAULT_THREADS = 32
 """Requests in flight: an object store answers each in tens of milliseconds, many at once."""
 
 DEFAULT_LOOKUPS_IN_FLIGHT = 128
+
+CALLING_THREADS_MAX = 8
+"""Threads of the driver; each hands a run of blocks to the tier, which moves `threads` at once.
+More of them only take turns at the interpreter."""
 
 _SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "az")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
@@ -52,6 +57,8 @@ class ObjectSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         timeout_s: of one request, from its start to its last byte.
         retries: further attempts of one request after timeouts, broken connections, 429 and 5xx,
             none of them later than `timeout_s` after its start.
+        capacity: what blocks below the prefix may take, in bytes or as text with a unit; kept by
+            one elected process, see `sweeper`. None if a lifecycle rule of the bucket does that.
         threads: blocks moved at once.
         lookups_in_flight: requests at once that ask which blocks exist.
         present_ttl_s: how long a block that was seen is believed to be there.
@@ -70,6 +77,7 @@ class ObjectSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     allow_http: bool = False
     skip_signature: bool = False
     sign_payload: Literal["auto", "always", "never"] = "auto"
+    capacity: int | str | None = None
     connect_timeout_s: _Seconds = 2.0
     timeout_s: _Seconds = 10.0
     retries: Annotated[int, msgspec.Meta(ge=0, le=20)] = 2
@@ -147,6 +155,17 @@ def place_of(
     else:
         virtual = settings.addressing == "virtual"
     return Place(scheme, split.netloc, prefix, endpoint, virtual)
+
+
+def capacity_of(settings: ObjectSettings, setting: str) -> int | None:
+    """The capacity in bytes.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    if settings.capacity is None:
+        return None
+    return parse_size(settings.capacity, f"{setting}.capacity")
 
 
 def ca_certificates(settings: ObjectSettings, setting: str) -> bytes | None:

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 from kvtier.errors import ConfigError
 from kvtier.tiers.object.preflight import try_in_a_process
-from kvtier.tiers.object.settings import ObjectSettings, ca_certificates, place_of
+from kvtier.tiers.object.settings import (
+    CALLING_THREADS_MAX,
+    ObjectSettings,
+    ca_certificates,
+    capacity_of,
+    place_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +34,7 @@ class ObjectTierType:
 
     def num_threads(self, settings: ObjectSettings) -> int:
         """Threads that the driver should give to the tier."""
-        return settings.threads
+        return min(settings.threads, CALLING_THREADS_MAX)
 
     def preflight(self, settings: ObjectSettings, setting: str) -> None:
         """Check the settings, then try the store from a process of its own, for a bounded time.
@@ -41,6 +47,7 @@ class ObjectTierType:
             raise ConfigError(f"{setting}: type 'object' needs pip install 'kvtier[object]'")
         place_of(settings, setting)
         ca_certificates(settings, setting)
+        capacity_of(settings, setting)
         verdict = try_in_a_process(settings, setting)
         if verdict.kind == "never" or (
             verdict.kind == "not_now" and settings.on_unavailable == "fail"
