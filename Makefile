@@ -16,7 +16,7 @@ INSTALL := $(PIP) install -q -e '.[$(ENGINE),cli,object,servers,dev]'
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint bench bench-object mutants clean
+.PHONY: help demo test test-fast lint bench bench-object bench-valkey mutants clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,9 @@ bench: $(STAMP) ## Run every benchmark under bench/
 
 bench-object: $(STAMP) ## The object tier over an S3 server that is started for it; JSON=1 for JSON
 	@$(BIN)/python bench/object.py $(if $(JSON),--json) $(ARGS)
+
+bench-valkey: $(STAMP) ## The valkey tier over a server that is started for it; JSON=1 for JSON
+	@$(BIN)/python bench/valkey.py $(if $(JSON),--json) $(ARGS)
 
 mutants: $(STAMP) ## Plant faults in the core one by one, and see that the tests find each
 	$(BIN)/python tests/machine/mutants.py
