@@ -12,7 +12,7 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install -q -e '.[$(ENGINE),cli,object,servers,dev]'
+INSTALL := $(PIP) install -q -e '.[$(ENGINE),cli,object,valkey,servers,dev]'
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
