@@ -16,7 +16,7 @@ INSTALL := $(PIP) install -q -e '.[$(ENGINE),cli,object,servers,dev]'
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint bench bench-object mutants clean
+.PHONY: help demo test test-fast lint bench bench-fs bench-object soak mutants clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -36,12 +36,18 @@ lint: $(STAMP) ## Ruff, formatting, types and the layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP) ## Run every benchmark under bench/
-	@set -e; for program in $(wildcard bench/[a-z]*.py); do \
+bench: $(STAMP) ## Run every benchmark under bench/ but the soak
+	@set -e; for program in $(filter-out bench/soak.py,$(wildcard bench/[a-z]*.py)); do \
 	    echo "== $$program"; $(BIN)/python $$program $(ARGS); done
 
 bench-object: $(STAMP) ## The object tier over an S3 server that is started for it; JSON=1 for JSON
 	@$(BIN)/python bench/object.py $(if $(JSON),--json) $(ARGS)
+
+bench-fs: $(STAMP) ## Measure a directory through the fs tier: make bench-fs DIR=/mnt/disk
+	@$(BIN)/kvtier bench fs $(or $(DIR),/tmp) $(ARGS)
+
+soak: $(STAMP) ## Half an hour of three processes in one directory, one killed every 20 s
+	@$(BIN)/python bench/soak.py $(ARGS)
 
 mutants: $(STAMP) ## Plant faults in the core one by one, and see that the tests find each
 	$(BIN)/python tests/machine/mutants.py

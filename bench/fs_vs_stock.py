@@ -44,6 +44,7 @@ _STEP_S = 0.001  # of an engine: asking again without a pause would take the loo
 
 options = argparse.ArgumentParser(add_help=False)
 options.add_argument("--directory", default=tempfile.gettempdir(), help="where to measure")
+options.add_argument("--threads", type=int, help="of kvtier's tiers; measured unless given")
 options.add_argument("--quick", action="store_true", help="one block size, one repetition")
 
 
@@ -180,14 +181,15 @@ def _stock_spec(block_bytes: int) -> Any:
 
 
 @contextlib.contextmanager
-def sides(place: Path, region: Region) -> Iterator[dict[str, Side]]:
+def sides(place: Path, region: Region, threads: int | None) -> Iterator[dict[str, Side]]:
     """Every tier over a directory of its own; a layout that this release lacks is left out."""
     with contextlib.ExitStack() as until_done:
         found: dict[str, Side] = {}
         for layout in LAYOUTS:
             root = Path(tempfile.mkdtemp(prefix=layout, dir=place))
             with contextlib.suppress(ConfigError):
-                tier = BenchTier(root, {"layout": layout}, region)
+                chosen = {"layout": layout} | ({} if threads is None else {"threads": threads})
+                tier = BenchTier(root, chosen, region)
                 found[layout] = until_done.enter_context(tier)
         stock = StockTier(Path(tempfile.mkdtemp(prefix="stock", dir=place)), region)
         until_done.callback(stock.close)
@@ -199,13 +201,13 @@ def _layouts(found: dict[str, Side]) -> list[str]:
     return [layout for layout in LAYOUTS if layout in found]
 
 
-def compare_moves(place: Path, size: int, repetitions: int) -> Iterator[Row]:
+def compare_moves(place: Path, size: int, repetitions: int, threads: int | None) -> Iterator[Row]:
     """Store and load: one large job, and many small ones."""
     region = filled_region(size, max(ONE_JOB, MANY_JOBS * BLOCKS_PER_JOB))
     shapes = {f"1 job of {ONE_JOB}": (1, ONE_JOB)}
     shapes[f"{MANY_JOBS} jobs of {BLOCKS_PER_JOB}"] = (MANY_JOBS, BLOCKS_PER_JOB)
     text = f"{size // MIB}MiB" if size >= MIB else f"{size // KIB}KiB"
-    with sides(place, region) as found:
+    with sides(place, region, threads) as found:
         for shape, (num_jobs, blocks) in shapes.items():
             best: dict[tuple[str, str], float] = {}
             for _ in range(repetitions):
@@ -229,11 +231,11 @@ def compare_moves(place: Path, size: int, repetitions: int) -> Iterator[Row]:
     region.close()
 
 
-def compare_lookups(place: Path, repetitions: int) -> Iterator[Row]:
+def compare_lookups(place: Path, repetitions: int, threads: int | None) -> Iterator[Row]:
     """Existence of many keys: all absent, all present."""
     batch = 256
     region = filled_region(4096, batch)
-    with sides(place, region) as found:
+    with sides(place, region, threads) as found:
         best: dict[tuple[str, str], float] = {}
         for name, side in found.items():
             keys = side.fresh_keys(NUM_KEYS)
@@ -250,10 +252,10 @@ def compare_lookups(place: Path, repetitions: int) -> Iterator[Row]:
             for what in ("absent", "present"):
                 for baseline, baseline_name, suffix in (
                     ("stock", "vLLM's fs tier", ""),
-                    ("C", "vLLM's fs tier, its C call alone", ", beside C"),
+                    ("C", "vLLM's fs tier, its C call alone", " (C)"),
                 ):
                     yield Row(
-                        f"{layout} lookup {NUM_KEYS} keys, {what}{suffix}",
+                        f"{layout} lookup {NUM_KEYS} {what}{suffix}",
                         best[layout, what] * 1e3,
                         "ms",
                         best[baseline, what] * 1e3,
@@ -269,8 +271,8 @@ def measure() -> list[Row]:
     rows: list[Row] = []
     with scratch(Path(given.directory)) as place:
         for size in sizes:
-            rows += compare_moves(place, size, repetitions)
-        rows += compare_lookups(place, repetitions)
+            rows += compare_moves(place, size, repetitions, given.threads)
+        rows += compare_lookups(place, repetitions, given.threads)
     return rows
 
 

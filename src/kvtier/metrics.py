@@ -98,11 +98,15 @@ JOBS_IN_FLIGHT = _gauge("jobs_in_flight", "Number of jobs that the tier has not 
 USED_BYTES = _gauge("used_bytes", "Bytes that the tier's blocks take where they are kept.")
 CAPACITY_BYTES = _gauge("capacity_bytes", "Bytes that the tier's blocks may take.")
 EVICTED_BLOCKS = _counter("evicted_blocks", "Number of blocks that the tier gave up for others.")
+ROOTS_FAILING = _gauge("roots_failing", "Directories of the tier that are not used now.")
+REFUSED_TAKES = _counter(
+    "refused_takes", "Number of times that a write found the tier's capacity used up."
+)
 
 FIGURES: Mapping[str, Metric] = MappingProxyType(
     {
         metric.name.removeprefix("vllm:kvtier_"): metric
-        for metric in (USED_BYTES, CAPACITY_BYTES, EVICTED_BLOCKS)
+        for metric in (USED_BYTES, CAPACITY_BYTES, EVICTED_BLOCKS, ROOTS_FAILING, REFUSED_TAKES)
     }
 )
 """Metrics out of what a tier itself tells (`tiers.base.SupportsFigures`), by the name it uses."""

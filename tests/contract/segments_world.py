@@ -27,6 +27,7 @@ class Capacity:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.used = 0
+        self.owned = 0
         self.debt = 0
         self.refusals = 0
 
@@ -35,12 +36,17 @@ class Capacity:
             self.refusals += 1
             return False
         self.used += nbytes
+        self.owned += nbytes
         return True
 
     def give_back(self, nbytes: int) -> None:
         self.used -= nbytes
+        self.owned -= nbytes
         self.debt = max(0, self.debt - nbytes)
         assert self.used >= 0, "more was given back than taken"
+
+    def adopt(self, nbytes: int) -> None:
+        self.owned += nbytes
 
     def owed(self) -> int:
         return self.debt
@@ -90,6 +96,7 @@ def vanish(tier: SegmentsTier) -> None:
         segment.file.retire()
     for store in tier._owned.stores():
         store.close()
+    tier._owned.namespace_directory.close()
 
 
 def open_tier(root: Path, capacity: Capacity | None = None, **options: object) -> SegmentsTier:

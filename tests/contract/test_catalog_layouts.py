@@ -207,6 +207,40 @@ def test_evicts_oldest_use_first_and_the_tier_has_the_rest(root: Path, layout: s
     assert held(root, layout, range(10)) == set(range(4, 10))
 
 
+def test_what_was_used_or_written_anew_meanwhile_is_not_evicted(root: Path) -> None:
+    """In segments; over files this is a matter of modification times."""
+    fill(root, "segments", range(4))
+    stored = listed(root)
+    tier = SegmentsTier(root, NAMESPACE, DESCRIPTION, upkeep_s=None)
+    header, row = memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(BLOCK_BYTES))
+    tier.read(key_of(0), (header, row))
+    tier.read(key_of(1), (header, row))
+    tier.delete(key_of(1))
+    tier.write(key_of(1), (header, row))
+    tier.close()
+    deleted = evict(choose_victims(stored, None, 0), nothing)
+    assert (deleted.blocks, deleted.kept, deleted.failures) == (2, 2, [])
+    assert held(root, "segments", range(4)) == {0, 1}
+    ((_, blocks, stale),) = [one for one in stored if one[2].key == key_of(1)]
+    assert blocks.delete([stale]).kept == 1
+
+
+def test_a_block_that_moved_since_it_was_listed_is_never_read_from_its_old_place(
+    root: Path,
+) -> None:
+    fill(root, "segments", range(4))
+    ((_, blocks, stale),) = [one for one in listed(root) if one[2].key == key_of(1)]
+    tier = SegmentsTier(root, NAMESPACE, DESCRIPTION, upkeep_s=None)
+    tier.delete(key_of(1))
+    for i in (*range(10, 40), 1):
+        row = memoryview(block_of(key_of(i)))
+        tier.write(key_of(i), (memoryview(seal(NAMESPACE, key_of(i), row, 1)), row))
+    tier.close()
+    with pytest.raises(MissingBlockError):
+        blocks.read(stale, PageBuffer())
+    assert key_of(1) in keys(root)
+
+
 def test_wipes_what_nobody_uses(root: Path, layout: str) -> None:
     fill(root, layout, range(10))
     findings = Findings()

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 import kvtier
-from kvtier.errors import ConfigError, MissingBlockError
+from kvtier.errors import MissingBlockError
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
 from kvtier.testing.contract import TierContract
 from kvtier.tiers.base import SupportsBatch, SupportsDelete, SupportsFigures, Tier
-from kvtier.tiers.fs.files import Durability, FilesTier, check_root
+from kvtier.tiers.fs.files import Durability, FilesTier
 from kvtier.tiers.fs.namespace_directory import NamespaceDirectory
-from kvtier.tiers.fs.temporary import TempNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -335,6 +334,45 @@ def test_a_namespace_that_a_sweeper_has_for_itself_is_held_later(tmp_path: Path)
     directory.close()
 
 
+def test_a_description_that_was_removed_is_written_again(tmp_path: Path) -> None:
+    """A sweeper removed it as that of a dead namespace, but not the directory: a block came."""
+    FilesTier(tmp_path, NAMESPACE).close()
+    path = tmp_path / NAMESPACE / "namespace.json"
+    now = 100.0
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        directory = NamespaceDirectory(tmp_path, NAMESPACE, {"a": 1}, clock=lambda: now)
+        path.unlink()
+    now += 1.0
+    directory.hold()
+    assert is_held(tmp_path)
+    assert json.loads(path.read_text()) == {"a": 1}
+    directory.close()
+
+
+def test_a_description_that_goes_while_it_is_locked_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    path = tmp_path / NAMESPACE / "namespace.json"
+    FilesTier(tmp_path, NAMESPACE).close()
+    flock = fcntl.flock
+
+    def lock_late(descriptor: int, how: int) -> None:
+        path.rename(tmp_path / "removed")
+        path.touch()
+        flock(descriptor, how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", lock_late)
+        directory = NamespaceDirectory(tmp_path, NAMESPACE, clock=lambda: now)
+    assert not is_held(tmp_path)
+    now += 1.0
+    directory.hold()
+    assert is_held(tmp_path)
+    directory.close()
+
+
 # --- permissions
 
 
@@ -383,80 +421,7 @@ def test_a_directory_that_became_read_only_fails_writes_alone(as_nobody: Path) -
     put(tier, key_of(3))
 
 
-@pytest.mark.parametrize("mode", [0o000, 0o300, 0o500, 0o600])
-def test_check_root_refuses_what_cannot_be_used(as_nobody: Path, mode: int) -> None:
-    root = as_nobody / "root"
-    root.mkdir()
-    check_root(root, "secondary_tiers[0].root_dir")
-    root.chmod(mode)
-    try:
-        with pytest.raises(ConfigError, match=r"secondary_tiers\[0\]\.root_dir is .*root.*chmod"):
-            check_root(root, "secondary_tiers[0].root_dir")
-    finally:
-        root.chmod(0o700)
-    assert list(root.iterdir()) == []
-
-
-def test_check_root_below_a_closed_directory(as_nobody: Path) -> None:
-    root = as_nobody / "closed" / "root"
-    root.mkdir(parents=True)
-    root.parent.chmod(0o000)
-    try:
-        with pytest.raises(ConfigError, match="root_dir is"):
-            check_root(root, "root_dir")
-    finally:
-        root.parent.chmod(0o700)
-
-
-def test_check_root_of_the_superuser() -> None:
-    """access(2) says that root may write /proc; a file cannot be made there all the same."""
-    with pytest.raises(ConfigError, match="x is '/proc', where user"):
-        check_root(Path("/proc"), "x")
-
-
-def test_check_root_refuses_what_is_no_directory(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"x is .*absent.*mkdir -p"):
-        check_root(tmp_path / "absent", "x")
-    with pytest.raises(ConfigError, match=r"x is .*file.*not a directory"):
-        check_root(tmp_path / "file", "x")
-    with pytest.raises(ConfigError, match=r"x is .*file/below"):
-        check_root(tmp_path / "file" / "below", "x")
-
-
-# --- the sweep
-
-
-def test_the_sweep_takes_temporary_files_of_the_dead_alone(tmp_path: Path, tier: FilesTier) -> None:
-    put(tier, key_of(1))
-    directory = file_of(tmp_path, 1).parent
-    with python(
-        "from kvtier.tiers.fs.temporary import TempNames; print(TempNames().new())"
-    ) as gone:
-        assert gone.stdout is not None
-        dead_name = gone.stdout.read().strip()
-    living = directory / TempNames().new()
-    dead, dead_at_top = directory / dead_name, tmp_path / NAMESPACE / dead_name
-    old, young = directory / "1-a-0.tmp", directory / "1-a-1.tmp"
-    foreign, deep = directory / "foreign.tmp", tmp_path / NAMESPACE / "stores" / dead_name
-    other = tmp_path / ("ef" * 32) / dead_name
-    kept = [living, young, foreign, deep, other, file_of(tmp_path, 1)]
-    for path in (*kept, dead, dead_at_top, old):
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-        os.utime(path, (1e6 - 9999, 1e6 - 9999))
-    os.utime(young, (1e6 - 3599, 1e6 - 3599))
-    os.utime(old, (1e6 - 3601, 1e6 - 3601))
-    assert tier.sweep(now=1e6) == 3
-    assert [path.exists() for path in (dead, dead_at_top, old)] == [False] * 3
-    assert [path.exists() for path in kept] == [True] * len(kept)
-    assert (tmp_path / NAMESPACE / "namespace.json").exists()
-
-
-def test_a_closed_tier_does_not_sweep(tmp_path: Path, tier: FilesTier) -> None:
-    (tmp_path / NAMESPACE / "1-a-0.tmp").touch()
-    tier.close()
-    assert tier.sweep(now=1e12) == 0
+# --- many writers
 
 
 def test_processes_that_start_together_share_a_namespace(tmp_path: Path) -> None:

@@ -47,9 +47,14 @@ def test_what_a_directory_is_on(tmp_path: Path) -> None:
         assert Medium.of(tmp_path).mount_point != str(below)
         subprocess.run(["mount", "-o", "remount,ro", below], check=True)
         assert Medium.of(below).read_only
+        subprocess.run(["mount", "-t", "tmpfs", "above", below], check=True)
+        try:
+            assert Medium.of(below).source == "above", "it hides the other"
+        finally:
+            subprocess.run(["umount", "-l", below], check=True)
     finally:
         subprocess.run(["umount", "-l", below], check=True)
-    assert Medium.of(below) == Medium.of(tmp_path)
+    assert Medium.of(below).device == Medium.of(tmp_path).device
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvtier.errors import ConfigError, MissingBlockError, TierError
+from kvtier.errors import ConfigError, MissingBlockError, TierError, TierUnreachableError
 from kvtier.testing.blocks import NAMESPACE, block_of, key_of
 from kvtier.testing.contract import TierContract
 from kvtier.tiers.base import SupportsDropped, SupportsFigures, Tier
@@ -109,10 +109,20 @@ def test_a_shared_medium_gets_files(tmp_path: Path) -> None:
     assert layout_of(tmp_path, settings, medium) == "files"
 
 
+def test_the_place_of_a_lost_mount_is_not_taken_for_the_root(tmp_path: Path) -> None:
+    tier_type = FsTierType()
+    settings = decode_settings(tier_type, {"root_dir": str(tmp_path)}, SETTING)
+    tier_type.preflight(settings, SETTING)
+    (tmp_path / MARKER_FILE).unlink()
+    with pytest.raises(TierUnreachableError, match=r"no kvtier\.json"):
+        tier_type.open(settings, NAMESPACE, {})
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 2, "layout": "x"}'])
 def test_a_marker_of_something_else_is_not_touched(tmp_path: Path, text: str) -> None:
     (tmp_path / MARKER_FILE).write_text(text)
-    with pytest.raises(TierError, match=r"kvtier\.json"):
+    with pytest.raises(ConfigError, match=r"kvtier\.json"):
         opened(root_dir=str(tmp_path))
     assert (tmp_path / MARKER_FILE).read_text() == text
     assert [path.name for path in tmp_path.iterdir()] == [MARKER_FILE]
@@ -139,7 +149,7 @@ def test_the_capacity_is_kept_and_told(tmp_path: Path, layout: str) -> None:
         os.path.getsize(os.path.join(place, name))
         for place, _, names in os.walk(tmp_path / NAMESPACE)
         for name in names
-        if name != "namespace.json"
+        if name not in ("namespace.json", "index.log")  # come on top of the capacity
     )
     assert used <= capacity
     assert isinstance(tier, SupportsFigures)
@@ -160,6 +170,7 @@ def test_two_namespaces_share_one_root(tmp_path: Path) -> None:
     other = "ab" * 32
     tier_type = FsTierType()
     settings = decode_settings(tier_type, {"root_dir": str(tmp_path), "min_free": 0}, SETTING)
+    tier_type.preflight(settings, SETTING)
     one = tier_type.open(settings, NAMESPACE, {})
     two = tier_type.open(settings, other, {})
     TierContract.put(one, key_of(1))

@@ -20,6 +20,7 @@ from kvtier.testing.contract import DriverContract
 from kvtier.testing.driver_contract import PATIENCE_S
 from kvtier.testing.faults import FaultyTier, Hang
 from kvtier.tiers.base import Tier
+from kvtier.tiers.registry import decode_settings, load_tier_type
 
 
 class OverAProcess(DriverContract):
@@ -43,6 +44,8 @@ class OverAProcess(DriverContract):
         return self.slots.take(num_slots)
 
     def run(self, kind: str, options: dict[str, object]) -> ProcessDriver:
+        tier_type = load_tier_type(kind, "type")
+        tier_type.preflight(decode_settings(tier_type, options, "test"), "test")
         return ProcessDriver(Launch("test", kind, options), self.slots.region, lambda _: {})
 
     def make(self) -> SecondaryTierManager:
@@ -78,7 +81,11 @@ class TestOverFiles(OverAProcess):
     kind = "fs"
 
     def options(self) -> dict[str, object]:
-        return {"root_dir": str(self.root)}
+        return {"root_dir": str(self.root / "blocks"), "layout": "files"}
+
+    @pytest.fixture(autouse=True)
+    def root_dir(self, tmp_path: Path) -> None:
+        (tmp_path / "blocks").mkdir(mode=0o700)
 
     def test_a_block_under_another_key_is_never_served(self) -> None:
         driver = self.make()
@@ -88,6 +95,17 @@ class TestOverFiles(OverAProcess):
         assert self.load(driver, 2, [key_of(1), key_of(2)]) == {key_of(1)}
         assert driver.counters().corrupt_blocks == 1
         assert driver.close()
+
+
+class TestOverSegments(OverAProcess):
+    kind = "fs"
+
+    def options(self) -> dict[str, object]:
+        return {"root_dir": str(self.root / "blocks"), "layout": "segments"}
+
+    @pytest.fixture(autouse=True)
+    def root_dir(self, tmp_path: Path) -> None:
+        (tmp_path / "blocks").mkdir(mode=0o700)
 
 
 del OverAProcess

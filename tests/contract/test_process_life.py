@@ -17,7 +17,15 @@ import pytest
 from process_stage import Stage, drive
 
 from kvtier.core.types import Done, Fault
-from kvtier.drivers.process.driver import POLL_GAP_S, START_S, STEADY_S, ProcessDriver
+from kvtier.drivers.process import pidfd
+from kvtier.drivers.process.driver import (
+    AGAIN_S,
+    LAST_WORD_S,
+    POLL_GAP_S,
+    START_S,
+    STEADY_S,
+    ProcessDriver,
+)
 from kvtier.drivers.process.process import POLL_BYTES_MAX, POLL_FRAMES_MAX
 from kvtier.testing.blocks import block_of, key_of
 from kvtier.testing.faults import Fail, Hang
@@ -77,11 +85,14 @@ def works_again(stage: Stage, driver: ProcessDriver, released: threading.Event) 
 @pytest.mark.parametrize("phase", PHASES)
 def test_killed(stage: Stage, phase: str, released: threading.Event):
     driver = reach(stage, phase, released)
+    before = driver.counters()
+    assert before.write_blocks == (phase in ("exists", "read", "write"))
     stage.kill(driver)
     assert stage.done(driver, 1) == Done(1, frozenset(), Fault.UNREACHABLE)
     counters = driver.counters()
     assert (counters.process_crashes, counters.process_kills) == (1, 0)
     assert counters.faults == {"unreachable": 1}
+    assert counters.write_blocks >= before.write_blocks
     works_again(stage, driver, released)
 
 
@@ -101,10 +112,19 @@ def test_stopped(stage: Stage, phase: str, released: threading.Event):
 
 
 @pytest.mark.parametrize("phase", ["open", "exists", "read", "write"])
-def test_hung(stage: Stage, phase: str, released: threading.Event):
+def test_hung(
+    stage: Stage, phase: str, released: threading.Event, caplog: pytest.LogCaptureFixture
+):
     """The process lives and says for how long it hangs, by its own clock."""
-    driver = reach(stage, phase, released, hang_s=0.01)
-    assert stage.done(driver, 1, 0.001) == Done(1, frozenset(), Fault.UNREACHABLE)
+    driver = reach(stage, phase, released, hang_s=1.2)
+    process = driver._process
+    assert process is not None
+    early = stage.poll(driver, lambda _: process.stuck_at is not None)
+    stage.clock.now += AGAIN_S
+    ended = early or [stage.done(driver, 1)]
+    assert ended == [Done(1, frozenset(), Fault.UNREACHABLE)]
+    (record,) = caplog.records
+    assert "hangs for more than 1.2 s" in record.getMessage()
     counters = driver.counters()
     assert (counters.process_crashes, counters.process_kills) == (0, 1)
     works_again(stage, driver, released)
@@ -154,8 +174,8 @@ def test_no_slot_is_given_back_while_its_process_may_write(
     driver = reach(stage, "read", released, hang_s=0.01)
     dying = driver._process
     assert dying is not None
-    send = signal.pidfd_send_signal
-    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
+    kill = pidfd.kill
+    monkeypatch.setattr(pidfd, "kill", lambda *_: None)
     stage.poll(driver, lambda _: driver.pid is None, 0.001)
     assert driver.counters().process_kills == 1
     for _ in range(50):
@@ -168,7 +188,7 @@ def test_no_slot_is_given_back_while_its_process_may_write(
     assert stage.done(driver, 2).ok == {key_of(5)}
     assert dying.pid != driver.pid
     assert driver.get_finished() == []
-    send(dying._pidfd, signal.SIGKILL)
+    kill(dying._pidfd)
     assert stage.done(driver, 1) == Done(1, frozenset(), Fault.UNREACHABLE)
 
 
@@ -177,10 +197,10 @@ def test_processes_that_cannot_be_killed_do_not_pile_up(
 ):
     stage.script.script("write", Hang(released))
     driver = stage.make(hang_s=0.01)
-    send = signal.pidfd_send_signal
+    kill = pidfd.kill
     kept = []
     with monkeypatch.context() as patched:
-        patched.setattr(signal, "pidfd_send_signal", lambda *_: None)
+        patched.setattr(pidfd, "kill", lambda *_: None)
         for job_id in (1, 2):
             kept.append(driver._process)
             stage.submit(driver, "store", job_id, job_id)
@@ -192,7 +212,7 @@ def test_processes_that_cannot_be_killed_do_not_pile_up(
         assert driver.get_finished() == [Done(3, frozenset(), Fault.UNREACHABLE)]
         assert not driver.close(0.0)
     for process in kept:
-        send(process._pidfd, signal.SIGKILL)
+        kill(process._pidfd)
     stage.poll(driver, lambda finished: len(finished) == 2)
 
 
@@ -317,6 +337,13 @@ def test_one_that_cannot_be_started(
     assert (counters.write_failures, counters.read_failures, counters.lookup_failures) == (6, 6, 3)
     assert counters.process_starts == 0
     assert len(caplog.records) == 1
+    attempts = []
+    start = driver._start
+    driver._start = lambda now: attempts.append(now) or start(now)
+    for _ in range(100):
+        stage.clock.now += 1.0
+        driver.get_finished()
+    assert len(attempts) <= 6
 
 
 def test_one_that_never_begins(stage: Stage, tmp_path: Path):
@@ -359,20 +386,24 @@ NONSENSE = {
     "no length": "sock.send(b'\\xff' * 100)",
     "no message": "sock.send(b'\\x05\\0\\0\\0hello')",
     "another message": "sock.send(report([7, 'a', 10, 'b']))",
-    "a job that was never sent": "sock.send(report([8, [[6, 99, b'', '']], [], C, 0.0, []]))",
-    "a job that ended before": "sock.send(report([8, [[6, 1, b'\\0', '']] * 2, [], C, 0.0, []]))",
-    "too many bits": "sock.send(report([8, [[6, 1, b'\\xff', '']], [], C, 0.0, []]))",
-    "too few bits": "sock.send(report([8, [[6, 1, b'', '']], [], C, 0.0, []]))",
-    "no fault of ours": "sock.send(report([8, [[6, 1, b'\\0', 'x']], [], C, 0.0, []]))",
-    "an endless key": "sock.send(report([8, [], [b'x' * 200], C, 0.0, []]))",
+    "a job that was never sent": "sock.send(told([[6, 99, b'', '']]))",
+    "a job that ended before": "sock.send(told([[6, 1, b'\\0', '']] * 2))",
+    "too many bits": "sock.send(told([[6, 1, b'\\xff', '']]))",
+    "too few bits": "sock.send(told([[6, 1, b'', '']]))",
+    "no fault of ours": "sock.send(told([[6, 1, b'\\0', 'x']]))",
+    "too few totals": "sock.send(told([], totals=C[1:]))",
+    "an endless key": "sock.send(told([], dropped=[b'x' * 200]))",
 }
 HEADER = """
 import msgspec
-from kvtier.drivers.base import TierCounters
-C = msgspec.to_builtins(TierCounters())
+from kvtier.drivers.base import TOTALS
+C = [0] * len(TOTALS)
 def report(message):
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(4, 'little') + body
+
+def told(ended, dropped=(), totals=C, age=0.0):
+    return report([8, ended, dropped, totals, None, None, age, []])
 sock.send(report([4]))
 while len(sock.recv(1 << 16, socket.MSG_PEEK)) < 300: pass
 """
@@ -391,8 +422,30 @@ def test_nonsense_ends_the_process_and_nothing_else(stage: Stage, tmp_path: Path
     assert (counters.process_kills, counters.process_crashes) == (1, 0)
 
 
+def test_what_hung_once_may_be_over_when_it_is_heard(stage: Stage, tmp_path: Path):
+    """The report lay in the socket while nobody polled."""
+    body = (
+        HEADER
+        + "sock.send(told([], age=99.0))\n"
+        + "while len(sock.recv(1 << 20, socket.MSG_PEEK)) < size: pass\n"
+        + "sock.send(told([[6, 1, b'\\1', '']]))\ntime.sleep(600)"
+    ).replace("size", "8000")
+    driver = stage.make(executable=program(tmp_path, body))
+    stage.submit(driver, "store", 1, 1)
+    process = driver._process
+    assert process is not None
+    stage.poll(driver, lambda _: process.stuck_at is not None)
+    stage.clock.now += 60.0
+    driver.get_finished()
+    stage.submit(driver, "store", 2, *range(300))
+    assert stage.done(driver, 1).ok == {key_of(1)}
+    stage.clock.now += 1.0
+    driver.get_finished()
+    assert driver.counters().process_kills == 0
+
+
 def test_half_a_message_is_no_message(stage: Stage, tmp_path: Path):
-    body = HEADER + "sock.send(report([8, [[6, 1, b'\\1', '']], [], C, 0.0, []])[:-1])"
+    body = HEADER + "sock.send(told([[6, 1, b'\\1', '']])[:-1])"
     driver = stage.make(executable=program(tmp_path, body))
     stage.submit(driver, "store", 1, 1)
     stage.submit(driver, "store", 2, 1)
@@ -400,7 +453,7 @@ def test_half_a_message_is_no_message(stage: Stage, tmp_path: Path):
 
 
 def test_what_was_said_before_the_end_counts(stage: Stage, tmp_path: Path):
-    body = HEADER + "sock.send(report([8, [[6, 1, b'\\1', '']], [], C, 0.0, []]))\nos._exit(0)"
+    body = HEADER + "sock.send(told([[6, 1, b'\\1', '']]))\nos._exit(0)"
     driver = stage.make(executable=program(tmp_path, body))
     for job_id in (1, 2):
         stage.submit(driver, "store", job_id, job_id)
@@ -411,10 +464,21 @@ def test_what_was_said_before_the_end_counts(stage: Stage, tmp_path: Path):
     ]
 
 
+@pytest.mark.parametrize("closes", [False, True])
+def test_one_that_closes_its_socket_and_lives_is_killed(stage: Stage, tmp_path: Path, closes: bool):
+    driver = stage.make(executable=program(tmp_path, HEADER + "sock.close()\ntime.sleep(600)"))
+    for job_id in (1, 2):
+        stage.submit(driver, "store", job_id, job_id)
+    stage.poll(driver, lambda _: driver.pid is None)
+    assert driver.get_finished() == [], "it may be at them still"
+    if closes:
+        assert driver.close()
+    stage.clock.now += LAST_WORD_S
+    assert len(stage.poll(driver, lambda finished: len(finished) == 2)) == 2
+
+
 def test_one_that_floods_costs_a_bounded_time_per_poll(stage: Stage, tmp_path: Path):
-    body = (
-        HEADER + "frames = report([8, [], [], C, 0.0, []]) * 1000\nwhile True: sock.sendall(frames)"
-    )
+    body = HEADER + "frames = told([]) * 1000\nwhile True: sock.sendall(frames)"
     driver = stage.make(executable=program(tmp_path, body))
     stage.submit(driver, "store", 1, 1)
     stage.submit(driver, "store", 2, 1)

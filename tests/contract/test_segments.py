@@ -255,6 +255,16 @@ def test_short_reads_and_writes_are_continued(
     assert held(tier, range(5)) == set(range(5))
 
 
+def test_a_write_that_makes_no_progress_fails(
+    tier: SegmentsTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: 0)
+    with pytest.raises(OSError, match="takes no more bytes"):
+        put(tier, 1)
+    monkeypatch.undo()
+    assert held(tier, [1]) == set()
+
+
 def test_one_bad_block_of_a_run_costs_itself(
     tier: SegmentsTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +313,16 @@ def test_blocks_of_several_lengths_lie_apart(tmp_path: Path, tier: SegmentsTier)
         assert bytes(into) == block_of(key_of(i), length)
     sizes = sorted(path.stat().st_size // 4096 // 16 for path in segments_of(tmp_path))
     assert sizes == [1, 2, 3, 5]
+
+
+@pytest.mark.parametrize("length", [SMALL - 1, SMALL - 4095])
+def test_a_batch_of_blocks_that_do_not_fill_their_slots(tier: SegmentsTier, length: int) -> None:
+    put(tier, *range(5), length=length)
+    keys = [key_of(i) for i in range(5)]
+    into = [bytearray(length) for _ in keys]
+    assert tier.read_batch(keys, [buffers_of(content) for content in into]) == [None] * 5
+    assert into == [block_of(k, length) for k in keys]
+    assert held(tier, range(5), length) == set(range(5)), "each lies at the start of its own slot"
 
 
 def test_a_block_of_another_length_is_replaced(tier: SegmentsTier) -> None:
@@ -540,6 +560,26 @@ def test_a_block_that_is_being_read_keeps_its_slot(
     assert get(tier, 0) == block_of(key_of(0), SMALL)
     assert tier._owned.slots.counts() == {SMALL: (16, 1)}, "the slot is free now"
     tier._owned.slots.check()
+    tier.close()
+
+
+def test_a_block_that_is_being_read_is_not_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though by now all others were used later."""
+    tier = open_tier(tmp_path, Capacity(4 * SMALL), direct=False)
+    put(tier, *range(4))
+    whole = os.preadv
+
+    def meanwhile(fd: int, views: list[memoryview], at: int) -> int:
+        monkeypatch.undo()
+        for i in range(100, 112):
+            put(tier, i)
+        return whole(fd, views, at)
+
+    monkeypatch.setattr(os, "preadv", meanwhile)
+    assert get(tier, 0) == block_of(key_of(0), SMALL)
+    assert held(tier, [0, 1, 2, 3]) == {0}
     tier.close()
 
 

@@ -28,7 +28,8 @@ from kvtier.tiers.base import (
     Tier,
 )
 from kvtier.tiers.fs.files import FilesTier
-from kvtier.tiers.fs.roots import Root
+from kvtier.tiers.fs.roots import Backoff, Root
+from kvtier.tiers.fs.segments.tier import SegmentsTier
 from kvtier.tiers.fs.striped import StripedTier
 from kvtier.tiers.memory import MemoryTier
 
@@ -62,6 +63,22 @@ class TestStripedFiles(TierContract):
 
     def reopen(self) -> Tier:
         return self.make()
+
+
+class TestStripedSegments(TestStripedFiles):
+    def make(self) -> Tier:
+        return StripedTier(
+            [
+                Root(name, lambda name=name: SegmentsTier(self.root / name, NAMESPACE))  # type: ignore[misc]
+                for name in NAMES
+            ]
+        )
+
+
+class TestFilesAndSegments(TestStripedFiles):
+    def make(self) -> Tier:
+        segments = Root("b", lambda: SegmentsTier(self.root / "b", NAMESPACE))
+        return StripedTier([files_root(self.root / "a"), segments])
 
 
 class TestOneRoot(TierContract):
@@ -325,6 +342,29 @@ def test_with_all_roots_failing_the_last_error_is_raised(number: int) -> None:
     assert striped.tier.exists([]) == []
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_read_that_fails_as_writes_do(striped: Striped, number: int) -> None:
+    """It says nothing about the root."""
+    striped.faulty["b"].script("exists", Fail(OSError(number, "odd")))
+    with pytest.raises(OSError, match="odd"):
+        striped.tier.exists(striped.keys_of("b"))
+    assert striped.tier.figures()["roots_failing"] == 0
+
+
+def test_calls_that_fail_together_are_one_failure() -> None:
+    """They began before the first of them failed: the root was not tried again."""
+    backoff = Backoff()
+    assert backoff.fail(0.0, doubling=True)
+    assert not backoff.fail(0.5, doubling=True)
+    assert (backoff.failed, backoff.admits(0.9)) == (1, False)
+    assert backoff.admits(1.0)
+    assert not backoff.admits(1.0), "one tries"
+    assert not backoff.fail(1.0, doubling=True)
+    assert (backoff.failed, backoff.admits(2.9), backoff.admits(3.0)) == (2, False, True)
+    assert backoff.work()
+    assert backoff.admits(3.0)
+
+
 def test_a_bad_sector_is_not_a_bad_root(striped: Striped) -> None:
     """Of several blocks read at once one fails: that one is missing, the root goes on."""
     keys = striped.keys_of("b")
@@ -375,14 +415,16 @@ def test_a_root_that_cannot_be_opened_is_opened_later() -> None:
     ended.acquire()
     for second in (0.5, 1.0, 1.5, 2.9, 3.0):
         now = second
-        for i in range(10):
-            put(tier, key_of(i))
+        if second < 3.0:
+            for i in range(10):
+                put(tier, key_of(i))
+        else:
+            tier.exists([key_of(0)])
         if second in (1.0, 3.0):
             ended.acquire()
             wait_for(lambda: not tier._places[1].is_opening)
     assert attempts == [0.0, 1.0, 3.0]
     assert all(tier.exists([key_of(i) for i in range(10)])), "also what b would have had"
-    tier.write(key_of(1), (memoryview(b"other"),))
     assert tier.figures()["roots_failing"] == 0
     tier.close()
 

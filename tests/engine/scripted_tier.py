@@ -17,7 +17,8 @@ import msgspec
 from kvtier.core.types import BlockKey, group_of
 from kvtier.envelope import seal
 from kvtier.tiers.base import Buffers
-from kvtier.tiers.fs.files import FilesTier, check_root
+from kvtier.tiers.fs.checks import check_root
+from kvtier.tiers.fs.files import FilesTier
 
 OPERATIONS = ("exists", "read", "write")
 

@@ -12,6 +12,8 @@ from typing import Any
 from engine_client import ONE_PROCESS, TWO_RANKS, Engine, Forker, spawn
 
 from kvtier.testing import models as makers
+from kvtier.tiers.fs.catalog import Catalog
+from kvtier.tiers.fs.catalog_findings import Findings
 
 BLOCK = 32
 """Tokens per GPU block."""
@@ -123,6 +125,13 @@ class Prompts:
 
     def __call__(self, length: int) -> list[int]:
         return [self._random.randrange(1, 512) for _ in range(length)]
+
+
+def stored_blocks(root: Path) -> int:
+    """Blocks below the root of an fs tier, in whichever layout."""
+    found = Findings()
+    namespaces = Catalog([root]).namespaces(found)
+    return sum(1 for each in namespaces for _ in each.blocks(found))
 
 
 def block_files(root: Path) -> list[Path]:

@@ -1,16 +1,20 @@
-"""Files that are damaged, cut or gone: recomputed, told, and not met again."""
+"""Blocks that are damaged, cut or gone: recomputed, told, and not met again."""
 
 from __future__ import annotations
 
 import pytest
 from small_engines import block_files
 
+from kvtier.tiers.fs.marker import mark
+
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("damage")
+    root = tmp_path_factory.mktemp("damage")
+    mark(root, "files")
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,7 @@ def remove(path) -> None:
 
 def exchange(path) -> None:
     """Another block's file, whole and sealed."""
-    other = next(p for p in block_files(path.parents[3]) if p != path)
+    other = next(p for p in block_files(path.parents[2]) if p != path)
     path.write_bytes(other.read_bytes())
 
 
@@ -99,6 +103,31 @@ def test_every_file_is_damaged(engine, root, prompt) -> None:
     answer = engine.generate(asked)
     assert answer.tokens == expected
     assert answer.cached == 0
+    engine.drop_pool()
+    answer = engine.generate(asked)
+    assert answer.tokens == expected
+    assert answer.disk == 480
+
+
+def test_damaged_segments(engines, tmp_path, prompt) -> None:
+    engine = engines.start("gqa", tmp_path)
+    asked = prompt(500)
+    expected = engine.reference(asked)
+    engine.drop_pool()
+    before = engine.quiet()
+    (segment,) = tmp_path.glob("*/stores/*/*.segment")
+    data = bytearray(segment.read_bytes())
+    middle = len(data) // 2  # of all of its blocks but the zeros of slots that are free
+    for offset in range(0, len(data), 4096):
+        data[offset + 100] ^= offset < middle
+    segment.write_bytes(data)
+
+    answer = engine.generate(asked)
+    assert answer.tokens == expected
+    assert answer.disk < 480
+    after = engine.quiet()
+    corrupt = "vllm:kvtier_corrupt_blocks{fs}"
+    assert after.get(corrupt, 0) > before.get(corrupt, 0)
     engine.drop_pool()
     answer = engine.generate(asked)
     assert answer.tokens == expected

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from small_engines import block_files
 
+from kvtier.tiers.fs.marker import mark
+
 pytestmark = pytest.mark.engine
 
 
@@ -48,6 +50,7 @@ STORED, REMOVED = "BlockStored", "BlockRemoved"
 
 
 def test_arrivals_and_departures_by_tier(engines, prompt, tmp_path) -> None:
+    mark(tmp_path, "files")
     with tempfile.TemporaryDirectory() as short:  # names of such sockets may not be long
         endpoint = f"ipc://{Path(short) / 'events'}"
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}

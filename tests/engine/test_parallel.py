@@ -8,6 +8,7 @@ import pytest
 from small_engines import block_files
 
 from kvtier.envelope import HEADER_BYTES
+from kvtier.tiers.fs.marker import mark
 
 pytestmark = pytest.mark.engine
 
@@ -64,6 +65,7 @@ def latents_of_first_layer(paths) -> set[bytes]:
 
 
 def test_latents_are_kept_once_for_two_ranks(engines, prompt, tmp_path) -> None:
+    mark(tmp_path, "files")
     """With two ranks vLLM computes attention over latents wrongly on the CPU, for some tokens of a
     batch, with and without offloading. So bytes are compared here, and of the first tokens of 16
     prompts a few must agree, which wrong bytes do not achieve.

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
+
+import msgspec
 
 from kvtier.core.types import BlockKey, Done, Fault, JobId, Slot
 from kvtier.drivers.base import JobMetadata, SlotViews, TierCounters
@@ -14,7 +17,8 @@ from kvtier.drivers.process.driver import ProcessDriver
 from kvtier.drivers.process.process import Launch
 from kvtier.region import Geometry, Region
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, UNTOUCHED, block_of, key_of
-from kvtier.tiers.fs.tier_type import FsSettings
+from kvtier.tiers.fs.home import prepare
+from kvtier.tiers.fs.settings import FsSettings
 
 WAIT_S = 30.0
 """A job that takes longer is lost."""
@@ -46,6 +50,8 @@ class Rig:
         known = FsSettings.__struct_fields__
         extra = {name: value for name, value in _OPTIONS.items() if name in known}
         settings = {"root_dir": str(root), "layout": layout, **extra, **options}
+        if root.is_dir():
+            prepare(root, msgspec.convert(settings, FsSettings))  # as the engine does at its start
         self.region = Region.create(Geometry(64, BLOCK_BYTES, 1))
         self.driver = ProcessDriver(
             Launch("disk", "fs", settings), self.region, lambda _: {"model": "tiny"}, hang_s
@@ -138,5 +144,14 @@ def recovers(attempt: Any, within_s: float = WAIT_S) -> float:
     raise AssertionError(f"no recovery within {within_s:g} s")
 
 
-def warnings_of(caplog: Any) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+def warnings_of(caplog: Any, word: str = "") -> list[str]:
+    """What was logged as a warning or worse, if it has this in it."""
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [message for message in said if word in message]
+
+
+def is_no_storm(caplog: Any, lines_max: int = 8) -> None:
+    """Whatever failed, and however often: few lines, and none again and again."""
+    said = Counter(warnings_of(caplog))
+    assert 1 <= said.total() <= lines_max, said
+    assert max(said.values()) <= 2, said

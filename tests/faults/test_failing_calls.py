@@ -17,7 +17,7 @@ from kvtier.testing.broken_medium import BrokenCalls, Group
 pytestmark = pytest.mark.faults
 
 OLD = tuple(range(BATCH))
-JOBS = 20
+JOBS = 10
 
 STATES = {
     errno.ENOSPC: ("enospc", Fault.FULL),
@@ -34,7 +34,7 @@ STATES = {
     errno.EPERM: ("denied", Fault.DENIED),
 }
 
-OPENING = [errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EACCES]
+OPENING = [errno.ENOSPC, errno.EACCES]
 
 STORE_PHASES: list[tuple[Group, ...]] = [("create", "write"), ("write",), ("rename",), ("mkdir",)]
 
@@ -48,21 +48,31 @@ def temporary(root: Path) -> list[Path]:
 
 
 def test_stores(
-    make_rig: MakeRig, root: Path, calls: BrokenCalls, caplog: pytest.LogCaptureFixture
+    make_rig: MakeRig,
+    root: Path,
+    layout: str,
+    calls: BrokenCalls,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     rig = make_rig(root)
-    assert rig.store(*OLD).fault is None
     for turn, (number, (cause, fault)) in enumerate(STATES.items()):
+        assert rig.store(*OLD).fault is None
         caplog.clear()
-        before, failures = rig.count(cause), rig.counters.write_failures
+        # a layout that evicts for itself says "full" once it has tried that
+        evicts = layout != "files" and fault is Fault.FULL
+        causes = {cause, "full"} if evicts else {cause}
+        before, failures = rig.count(*causes), rig.counters.write_failures
         calls.answer({"create": number, "write": number})
         for job in range(JOBS):
             assert rig.store(*blocks_of(100 * turn + job)) == Outcome(frozenset(), fault), cause
-        assert rig.count(cause) == before + JOBS * BATCH, cause
+        assert rig.count(*causes) == before + JOBS * BATCH, cause
         assert rig.counters.write_failures == failures + JOBS * BATCH
-        assert rig.load(*OLD) == Outcome(frozenset(OLD), None), "reads do not mind"
-        [said] = warnings_of(caplog)
-        assert os.strerror(number) in said
+        loaded = rig.load(*OLD)
+        assert loaded.fault is None, "reads do not mind"
+        assert loaded.ok == frozenset(OLD) or evicts
+        assert evicts or os.strerror(number) in warnings_of(caplog, "store failed")[0]
+        assert len(warnings_of(caplog, "Tier disk")) <= len(causes)
+        assert len(warnings_of(caplog)) <= 4
         calls.heal()
         blocks = blocks_of(100 * turn + JOBS)
         recovers(lambda: rig.store(*blocks) == Outcome(frozenset(blocks), None))
@@ -103,8 +113,9 @@ def test_loads(
             assert rig.load(*OLD) == Outcome(frozenset(), fault), cause
         assert rig.count(cause) == before + JOBS * BATCH, cause
         assert rig.counters.read_failures == failures + JOBS * BATCH
-        [said] = warnings_of(caplog)
+        [said] = warnings_of(caplog, "Tier disk")
         assert os.strerror(number) in said
+        assert len(warnings_of(caplog)) <= 4
         calls.heal()
         recovers(lambda: rig.load(*OLD) == Outcome(frozenset(OLD), None))
     assert rig.counters.corrupt_blocks == 0, "unreadable is not damaged: nothing is dropped"
@@ -143,8 +154,9 @@ def test_lookups(
             assert rig.lookup(*OLD) == Outcome(frozenset(), fault), cause
         assert rig.count(cause) == before + JOBS, cause
         assert rig.counters.lookup_failures == failures + JOBS
-        [said] = warnings_of(caplog)
+        [said] = warnings_of(caplog, "Tier disk")
         assert os.strerror(number) in said
+        assert len(warnings_of(caplog)) <= 4
         calls.heal()
         recovers(lambda: rig.lookup(*OLD) == Outcome(frozenset(OLD), None))
 
@@ -174,6 +186,7 @@ def test_a_tier_that_cannot_be_opened(
     rig = make_rig(root)
     assert rig.store(*OLD) == Outcome(frozenset(), fault)
     assert rig.count(cause) == BATCH
-    assert len(warnings_of(caplog)) == 1
+    assert len(warnings_of(caplog, "Tier disk")) == 1
+    assert len(warnings_of(caplog)) <= 4
     calls.heal()
     recovers(lambda: rig.store(*OLD) == Outcome(frozenset(OLD), None))

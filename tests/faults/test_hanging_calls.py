@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import MakeRig
-from rig import BATCH, LostJobError, Outcome, recovers, warnings_of
+from rig import BATCH, LostJobError, Outcome, is_no_storm, recovers, warnings_of
 
 from kvtier.core.types import Fault
 from kvtier.drivers.process import driver as process_driver
@@ -81,7 +81,7 @@ def test_a_load(
     for i in range(BATCH):
         assert bytes(rig.slot_of(submitted, i)) == bytes([i]) * rig.region.slot_bytes, "touched"
     assert rig.load(*OLD) == Outcome(frozenset(OLD), None)
-    assert 1 <= len(warnings_of(caplog)) <= 2
+    is_no_storm(caplog)
     assert rig.counters.process_starts == 2
 
 
@@ -162,11 +162,11 @@ def test_a_hang_that_does_not_end_is_no_storm(
     calls.answer({"all": HANG})
     began = time.monotonic()
     jobs = 0
-    while time.monotonic() - began < 5:
+    while time.monotonic() - began < 3:
         assert rig.store(*(block + jobs * BATCH for block in NEW)).ok == frozenset()
         jobs += 1
         time.sleep(0.01)
-    assert rig.counters.process_starts <= 5
-    assert len(warnings_of(caplog)) <= 6
+    assert rig.counters.process_starts <= 4
+    is_no_storm(caplog)
     calls.heal()
     recovers(lambda: rig.load(*OLD) == Outcome(frozenset(OLD), None))

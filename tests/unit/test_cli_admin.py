@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from kvtier.cli import admin_archive
 from kvtier.cli.admin_options import age_text, parse_age, sample_size, size_text
 from kvtier.cli.app import app
 from kvtier.envelope import HEADER_BYTES
@@ -342,6 +343,16 @@ class TestExportAndImport:
         archive.write_bytes(b"mine")
         assert run("export", root, "--namespace", NAMESPACE, archive).exit_code == 2
         assert archive.read_bytes() == b"mine"
+
+    def test_nor_one_that_appears_meanwhile(self, tmp_path: Path) -> None:
+        archive = tmp_path / "a.tar"
+        destination = admin_archive._destination(archive)
+        destination.__enter__().write(b"ours")
+        archive.write_bytes(b"mine")
+        with pytest.raises(FileExistsError):
+            destination.__exit__(None, None, None)
+        assert archive.read_bytes() == b"mine"
+        assert list(tmp_path.iterdir()) == [archive]
 
     def test_an_export_that_fails_leaves_nothing(self, root: Path, tmp_path: Path) -> None:
         done = run("export", root, "--namespace", NAMESPACE, tmp_path / "no" / "a.tar")

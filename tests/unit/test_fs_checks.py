@@ -19,7 +19,7 @@ import kvtier
 from kvtier.config import Settings
 from kvtier.errors import ConfigError
 from kvtier.testing.broken_medium import HANG, BrokenCalls, LoopMount, UnavailableError
-from kvtier.tiers.fs import abilities, checks, locations
+from kvtier.tiers.fs import abilities, locations
 from kvtier.tiers.fs.checks import (
     SMALLEST_BLOCK,
     check_bounds,
@@ -29,6 +29,7 @@ from kvtier.tiers.fs.checks import (
     foreign_entries,
     remarks,
 )
+from kvtier.tiers.fs.marker import MARKER_FILE
 
 NOBODY = 65534
 SETTING = "secondary_tiers[0].root_dir"
@@ -457,7 +458,7 @@ def test_the_last_mount_on_a_directory_is_the_one_that_shows(
 
 
 def test_inside_a_root_of_whomever(root: Path) -> None:
-    (root / checks.ROOT_FILE).write_text("{}")
+    (root / MARKER_FILE).write_text("{}")
     inner = root / "x" / "y"
     inner.mkdir(parents=True)
     refused(inner, f"lies inside {str(root)!r}, which is a root itself")

@@ -31,7 +31,7 @@ def test_table_is_well_formed():
         *("corrupt_blocks", "skipped_store_blocks", "expired_waits", "internal_errors"),
         *("expired_jobs", "recomputed_blocks", "filtered_blocks", "driver_errors"),
         *("tier_faults", "process_starts", "process_kills", "process_crashes"),
-        *("used_bytes", "capacity_bytes", "evicted_blocks"),
+        *("used_bytes", "capacity_bytes", "evicted_blocks", "roots_failing", "refused_takes"),
         *("reads_open", "writes_open", "times_opened"),
         *("used_slots", "total_slots", "pinned_slots", "jobs_in_flight"),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,20 @@ from kvtier.config import Settings
 from kvtier.core.health import State
 from kvtier.core.types import Completion, Done, Fault, JobId, Lookup, TierId, Wanted
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager, TierCounters
+from kvtier.drivers.process.driver import ProcessDriver
+from kvtier.drivers.threaded import ThreadedDriver
 from kvtier.errors import TierFullError
 from kvtier.namespace import Namespace
-from kvtier.offloader import Offloader, configure_tiers, limits_of
+from kvtier.offloader import (
+    Assignment,
+    Offloader,
+    configure_tiers,
+    limits_of,
+    make_driver_for,
+)
 from kvtier.region import Geometry, Region
 from kvtier.testing.engine import key_of
+from kvtier.tiers.memory import MemoryTierType
 
 ROW = 4096
 
@@ -185,6 +195,56 @@ def test_a_driver_that_asks_for_blocks_gets_them_until_it_is_done(make: Make, ta
     offloader.begin()
     assert offloader.core.pool.pinned == 0
     assert offloader.drivers[0].errors == (not takes)
+
+
+class HereTierType(MemoryTierType):
+    """A type that asks for the engine's own process."""
+
+    in_process = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "driver_type"),
+    [("memory", ProcessDriver), ("test_offloader:HereTierType", ThreadedDriver)],
+)
+def test_a_tier_runs_in_a_process_unless_its_type_asks_not_to(kind: str, driver_type: type):
+    settings = Settings.decode(
+        {
+            "cpu_bytes_to_use": "1MiB",
+            "job_deadline_ms": 7000,
+            "secondary_tiers": [
+                {"type": "memory", "name": "first"},
+                {"type": kind, "name": "ram", "threads": 3},
+            ],
+        }
+    )
+    namespace = Namespace.of({"weights": "of the tests"})
+    seen: list[Assignment] = []
+
+    def make(assignment: Assignment) -> SecondaryTierManager:
+        seen.append(assignment)
+        return make_driver_for(assignment)
+
+    tiers = configure_tiers(settings.secondary_tiers)
+    region = Region.create(Geometry(8, ROW, 1))
+    offloader = Offloader(settings, tiers, region, namespace, make_driver=make)
+    assignment = seen[1]
+    assert assignment.tier_id == 1
+    assert assignment.hang_s == 14.0
+    assert assignment.tier.type_name == kind
+    assert assignment.tier.plain_options == {"threads": 3}
+    assert "threads': 3" not in repr(assignment.tier), "options may be secret"
+    assert assignment.facts_of(namespace.digest) == namespace.describe()
+    driver = offloader.drivers[1]._driver
+    assert type(driver) is driver_type
+    store(offloader, 1)
+    deadline = time.monotonic() + 30
+    while offloader.drivers[1].counters().write_blocks < 1:
+        assert time.monotonic() < deadline
+        offloader.begin()
+        offloader.end()
+    assert driver.counters().process_starts == (driver_type is ProcessDriver)
+    offloader.close()
 
 
 @pytest.mark.parametrize("num_tiers", [0, 1, 2, 3])

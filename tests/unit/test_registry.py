@@ -217,14 +217,16 @@ def test_fs_measures_how_many_threads_a_directory_is_worth(tmp_path: Path) -> No
 
 
 def test_fs_clears_away_what_killed_writers_left(tmp_path: Path) -> None:
-    left = tmp_path / NAMESPACE / "abc" / "1-x-0.tmp"
+    left = tmp_path / NAMESPACE / "abc" / "1-a-0.tmp"
     left.parent.mkdir(parents=True)
     left.touch()
     os.utime(left, (0, 0))
-    (left.parent / "1-x-1.tmp").touch()
-    tier = load_tier_type("fs", SETTING).open(fs(root_dir=str(tmp_path)), NAMESPACE, {})
+    (left.parent / "1-a-1.tmp").touch()
+    tier_type = load_tier_type("fs", SETTING)
+    tier_type.preflight(fs(root_dir=str(tmp_path)), PLACE)
+    tier = tier_type.open(fs(root_dir=str(tmp_path)), NAMESPACE, {})
     deadline = time.monotonic() + 30
     while left.exists():
         assert time.monotonic() < deadline
     tier.close()
-    assert (left.parent / "1-x-1.tmp").exists(), "its writer may be alive"
+    assert (left.parent / "1-a-1.tmp").exists(), "its writer may be alive"

@@ -27,7 +27,7 @@ from kvtier.tiers.fs.catalog import Catalog
 from kvtier.tiers.fs.catalog_archive import export_namespace, import_namespace, list_for_export
 from kvtier.tiers.fs.catalog_capacity import capacity_of
 from kvtier.tiers.fs.catalog_findings import Findings
-from kvtier.tiers.fs.files import check_root
+from kvtier.tiers.fs.checks import check_root
 from kvtier.tiers.registry import decode_settings, load_tier_type
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ def import_(
 def _opener(root: Path, layout: LayoutOption) -> Callable[[str, Mapping[str, object]], Tier]:
     tier_type = load_tier_type("fs", "type")
     settings = decode_settings(tier_type, {"root_dir": str(root), "layout": layout}, "import")
+    tier_type.preflight(settings, "import")
 
     def open_tier(digest: str, description: Mapping[str, object]) -> Tier:
         return tier_type.open(settings, digest, description)
@@ -141,6 +142,8 @@ def _destination(file: Path) -> Iterator[BinaryIO]:
 @contextmanager
 def _source(file: Path) -> Iterator[BinaryIO]:
     if file == _STREAM:
+        if sys.stdin.isatty():
+            raise ConfigError("FILE = - would read an archive from the terminal: redirect it")
         yield sys.stdin.buffer
         return
     try:

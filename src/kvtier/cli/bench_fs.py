@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import sys
@@ -262,6 +263,10 @@ def termination_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, former)
 
 
+_REMOVALS_MAX = 50
+_REMOVAL_PAUSE_S = 0.1
+
+
 @contextlib.contextmanager
 def scratch(directory: Path) -> Iterator[Path]:
     """A directory of our own below another one, removed at the end whatever happens.
@@ -279,7 +284,12 @@ def scratch(directory: Path) -> Iterator[Path]:
     try:
         yield Path(place).absolute()
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        # a process that was interrupted as it started may write for a moment after us
+        for _ in range(_REMOVALS_MAX):
+            shutil.rmtree(place, ignore_errors=True)
+            if not os.path.lexists(place):
+                break
+            time.sleep(_REMOVAL_PAUSE_S)
 
 
 def check_free(directory: Path, needed: int) -> None:

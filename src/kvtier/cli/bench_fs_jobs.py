@@ -71,6 +71,7 @@ class BenchTier:
         tier_type = load_tier_type("fs", "bench.type")
         plain = {"root_dir": str(root), **options}
         settings = decode_settings(tier_type, plain, "bench")
+        tier_type.preflight(settings, "bench")
         self.num_threads = tier_type.num_threads(settings)
         # its process would measure their number once more, and perhaps choose another
         plain = {**plain, "threads": self.num_threads}

@@ -114,7 +114,7 @@ class TierCounters:
 
     def add(self, other: TierCounters) -> None:
         """Count what `other` counted as well; its figures are taken to be the newer ones."""
-        for name in _TOTALS:
+        for name in TOTALS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for cause, count in other.faults.items():
             self.count_faults(cause, count)
@@ -125,9 +125,8 @@ class TierCounters:
         return replace(self, faults=dict(self.faults), figures=dict(self.figures))
 
 
-_TOTALS = tuple(
-    each.name for each in fields(TierCounters) if each.name not in ("faults", "figures")
-)
+TOTALS = tuple(each.name for each in fields(TierCounters) if each.name not in ("faults", "figures"))
+"""Names of the counters that are numbers, in order."""
 
 
 class SecondaryTierManager(ABC):

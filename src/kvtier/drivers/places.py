@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtier.core.types import Fault
+from kvtier.drivers.faults import Cause
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +42,7 @@ class Place:
     opening: bool = False
     users: int = 0
     fault: Fault = Fault.ERROR
-    cause: str = "other"
+    cause: Cause = Cause.OTHER
     _failed: int = 0  # attempts since the last success
     _retry_at: float = 0.0
 
@@ -51,7 +52,7 @@ class Place:
         self.opening = False
         self._failed = 0
 
-    def failed(self, fault: Fault, cause: str, now: float) -> None:
+    def failed(self, fault: Fault, cause: Cause, now: float) -> None:
         """The attempt went wrong: the next one is made after 1 s, doubling to 60 s."""
         self.opening = False
         self.fault = fault

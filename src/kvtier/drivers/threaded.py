@@ -25,7 +25,7 @@ from kvtier.affinity import use_all_cores
 from kvtier.core.types import BlockKey, Completion, Done, Dropped, Fault, TierId
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager, TierCounters
 from kvtier.drivers.causes import Causes
-from kvtier.drivers.faults import cause_of, fault_of, worse
+from kvtier.drivers.faults import Cause, cause_of, fault_of, worse
 from kvtier.drivers.moving import Headers, load, run_length, store
 from kvtier.drivers.places import Place, Places
 from kvtier.tiers.base import SupportsBatch, SupportsDelete, SupportsDropped, SupportsFigures, Tier
@@ -308,7 +308,7 @@ class ThreadedDriver(SecondaryTierManager):
                 counters.write_bytes += blocks * block_bytes
                 counters.write_seconds += seconds
 
-    def _count_failures(self, operation: Operation, cause: str, blocks: int) -> None:
+    def _count_failures(self, operation: Operation, cause: Cause, blocks: int) -> None:
         """Of a lookup, a whole batch counts as one failure."""
         with self._condition:
             if operation is Operation.LOOKUP:

@@ -41,6 +41,7 @@ HANG: Final = "hang"
 
 _SOURCE = Path(__file__).with_name("broken_calls.c")
 _FILL_STEP = 1 << 20
+_BUSY_S = 3.0  # of retries while a write is under way
 
 
 class UnavailableError(Exception):
@@ -158,12 +159,21 @@ class LoopMount:
         self._balloon.unlink()
 
     def make_read_only(self) -> None:
-        """As ext4 makes itself after an error of its medium.
+        """As an administrator does it, or the kernel after an error of the medium.
 
         Raises:
-            UnavailableError: a file is open for writing.
+            UnavailableError: a file stays open for writing.
         """
-        _run("mount", "-o", "remount,ro", str(self.point))
+        end = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                _run("mount", "-o", "remount,ro", str(self.point))
+            except UnavailableError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.01)
+            else:
+                return
 
     def make_writable(self) -> None:
         """Undo `make_read_only`."""

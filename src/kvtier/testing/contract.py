@@ -15,7 +15,8 @@ A driver (`SecondaryTierManager`) that moves the bytes itself:
         def make(self) -> SecondaryTierManager:
             return MyDriver(...)
 
-One that runs any `Tier` gives `make_over(tier)` too, and is then tested with tiers that fail, hang,
+Slots are a bytearray's unless `make_slots` makes others, for a driver that needs a real region. One
+that runs any `Tier` gives `make_over(tier)` too, and is then tested with tiers that fail, hang,
 lie and spoil bytes. What needs an optional ability is skipped where the ability is missing. Add
 tests of your own beside these that look at the medium past the tier (read the file, ask the
 server): a writer that is only checked with its own reader may be wrong in both.

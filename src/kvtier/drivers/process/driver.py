@@ -24,11 +24,19 @@ import time
 from typing import TYPE_CHECKING
 
 from kvtier.core.types import BlockKey, Completion, Done, Dropped, Fault, JobId, TierId
-from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews, TierCounters
+from kvtier.drivers.base import (
+    TOTALS,
+    JobMetadata,
+    SecondaryTierManager,
+    SlotViews,
+    TierCounters,
+)
 from kvtier.drivers.causes import Causes
+from kvtier.drivers.faults import Cause
 from kvtier.drivers.process.logs import emit
 from kvtier.drivers.process.process import InFlight, Launch, TierProcess
 from kvtier.drivers.process.wire import (
+    LOGS_MAX,
     OPERATIONS,
     PROTOCOL,
     Close,
@@ -46,7 +54,7 @@ from kvtier.drivers.process.wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvtier.drivers.process.wire import FromProcess
+    from kvtier.drivers.process.wire import FromProcess, LogRecord
     from kvtier.region import Region
 
 logger = logging.getLogger(__name__)
@@ -134,7 +142,8 @@ class ProcessDriver(SecondaryTierManager):
             self._process.flush()
             self._listen(self._process, now)
         self._polled_at = now
-        self._reap(now)
+        if self._dying:
+            self._reap(now)
         may_start = self._process is None and not self._closed and len(self._dying) < DYING_MAX
         if may_start and now >= self._retry_at:
             self._start(now)
@@ -159,7 +168,7 @@ class ProcessDriver(SecondaryTierManager):
         until = time.monotonic() + timeout_s
         process = self._process
         if process is not None:
-            process.send(Close(timeout_s / 2))
+            process.send(Close(timeout_s / 4))
             while self._process is not None and (left := until - time.monotonic()) > timeout_s / 2:
                 process.wait(left - timeout_s / 2)
                 process.flush()
@@ -179,18 +188,19 @@ class ProcessDriver(SecondaryTierManager):
             self._finished.append(Done(job.job_id))
             return
         if process is None:
-            self._fail(operation, len(job.block_hashes), "unreachable")
+            self._fail(operation, len(job.block_hashes), Cause.UNREACHABLE)
             self._finished.append(Done(job.job_id, frozenset(), Fault.UNREACHABLE))
             return
         slots = tuple(job.spec.slots) if isinstance(job.spec, SlotViews) else ()
         if len(slots) != (0 if operation == "lookup" else len(job.block_hashes)):
-            self._fail(operation, len(job.block_hashes), "other")
+            self._fail(operation, len(job.block_hashes), Cause.OTHER)
             self._finished.append(Done(job.job_id, frozenset(), Fault.ERROR))
             return
         namespace = process.namespaces.get(job.namespace)
         if namespace is None:
+            facts = dict(self._facts_of(job.namespace))
             namespace = process.namespaces[job.namespace] = len(process.namespaces)
-            process.send(Named(namespace, job.namespace, dict(self._facts_of(job.namespace))))
+            process.send(Named(namespace, job.namespace, facts))
         if not process.in_flight:
             process.silent_s = 0.0
         process.in_flight[job.job_id] = InFlight(operation, job.block_hashes)
@@ -202,8 +212,7 @@ class ProcessDriver(SecondaryTierManager):
             process = TierProcess(self._launch, self._region.fd, now)
         except OSError as error:
             self._causes.warn_of(self._launch.name, "start of its I/O process", error)
-            self._retry_at = now + self._backoff_s
-            self._backoff_s = min(LAST_BACKOFF_S, 2 * self._backoff_s)
+            self._back_off(now)
             return
         self._past.process_starts += 1
         self._process = process
@@ -225,10 +234,14 @@ class ProcessDriver(SecondaryTierManager):
         """Take in what a process said, and judge it."""
         try:
             messages, drained, ended = process.receive()
+            logs: list[LogRecord] = []
             for message in messages:
                 self._take(process, message, now)
+                if isinstance(message, Report):
+                    logs += message.logs
+            emit(logs[:LOGS_MAX])  # a tier that logs without end does not hold the scheduler up
         except WireError as error:
-            self._kill(process, now, "unreachable", f"sent nonsense ({error})")
+            self._kill(process, now, Cause.UNREACHABLE, f"sent nonsense ({error})")
             return
         if messages or not process.in_flight:
             process.silent_s = 0.0
@@ -239,11 +252,11 @@ class ProcessDriver(SecondaryTierManager):
             self._give_up(process, now, kill_at=now + LAST_WORD_S)
         elif process.ready_at is None:
             if drained and now - process.started_at > START_S:
-                self._kill(process, now, "stalled", f"has not begun to work in {START_S:g} s")
+                self._kill(process, now, Cause.STALLED, f"has not begun to work in {START_S:g} s")
         elif process.silent_s > self._hang_s:
-            self._kill(process, now, "stalled", f"has said nothing for {self._hang_s:g} s")
+            self._kill(process, now, Cause.STALLED, f"has said nothing for {self._hang_s:g} s")
         elif process.stuck:
-            self._kill(process, now, "stalled", f"hangs for more than {self._hang_s:g} s")
+            self._kill(process, now, Cause.STALLED, f"hangs for more than {self._hang_s:g} s")
 
     def _take(self, process: TierProcess, message: FromProcess, now: float) -> None:
         """Take in one message.
@@ -252,16 +265,13 @@ class ProcessDriver(SecondaryTierManager):
             WireError: it makes no sense.
         """
         match message:
-            case Ready():
-                process.ready_at = now
-            case Refused(reason=reason):
-                process.refusal = reason
             case Report():
-                process.counters = message.counters
+                self._count(process, message)
                 for ended in message.ended:
                     self._finish(process, ended)
-                    if process.ready_at is not None and now - process.ready_at >= STEADY_S:
-                        self._backoff_s = FIRST_BACKOFF_S
+                worked_s = now - process.ready_at if process.ready_at is not None else 0.0
+                if message.ended and worked_s >= STEADY_S:
+                    self._backoff_s = FIRST_BACKOFF_S
                 if message.dropped:
                     keys = tuple(map(BlockKey, message.dropped))
                     self._finished.append(Dropped(TierId(self._launch.tier), keys))
@@ -270,7 +280,19 @@ class ProcessDriver(SecondaryTierManager):
                 elif process.stuck_at is None:
                     process.stuck_at = now
                 process.stuck = process.stuck_at is not None and now - process.stuck_at >= AGAIN_S
-                emit(message.logs)
+            case Ready():
+                process.ready_at = now
+            case Refused(reason=reason):
+                process.refusal = reason
+
+    def _count(self, process: TierProcess, report: Report) -> None:
+        if len(report.totals) != len(TOTALS):
+            raise WireError(f"{len(report.totals)} totals")
+        process.totals = report.totals
+        if report.faults is not None:
+            process.faults = report.faults
+        if report.figures is not None:
+            process.figures = report.figures
 
     def _finish(self, process: TierProcess, ended: Ended) -> None:
         """One job ended, if it is one that this process has, and its answer makes sense."""
@@ -282,7 +304,7 @@ class ProcessDriver(SecondaryTierManager):
         del process.in_flight[job_id]
         self._finished.append(Done(job_id, ok, _FAULTS[ended.fault]))
 
-    def _kill(self, process: TierProcess, now: float, cause: str, what: str) -> None:
+    def _kill(self, process: TierProcess, now: float, cause: Cause, what: str) -> None:
         """Have a process end that does not do as it should."""
         name = self._launch.name
         self._causes.warn(what, "The I/O process of tier %s %s and is killed", name, what)
@@ -298,6 +320,9 @@ class ProcessDriver(SecondaryTierManager):
             process.kill()
         self._process = None
         self._dying.append(process)
+        self._back_off(now)
+
+    def _back_off(self, now: float) -> None:
         self._retry_at = now + self._backoff_s
         self._backoff_s = min(LAST_BACKOFF_S, 2 * self._backoff_s)
 
@@ -319,7 +344,7 @@ class ProcessDriver(SecondaryTierManager):
                 name = self._launch.name
                 self._causes.warn(what, "The I/O process of tier %s %s", name, what)
 
-    def _fail(self, operation: str, blocks: int, cause: str) -> None:
+    def _fail(self, operation: str, blocks: int, cause: Cause) -> None:
         """Count a job that no process did; of a lookup, as one failure."""
         if operation == "lookup":
             blocks = 1

@@ -23,8 +23,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kvtier
-from kvtier.drivers.base import TierCounters
-from kvtier.drivers.process.wire import REPORT_BYTES_MAX, Inbox, ToProcess, frame_of, from_process
+from kvtier.drivers.base import TOTALS, TierCounters
+from kvtier.drivers.faults import Cause
+from kvtier.drivers.process import pidfd
+from kvtier.drivers.process.wire import (
+    REPORT_BYTES_MAX,
+    Inbox,
+    ToProcess,
+    counters_of,
+    frame_of,
+    from_process,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,7 +91,9 @@ class TierProcess:
         ready_at: when it said that it is ready.
         in_flight: jobs that it has not ended.
         namespaces: their index by digest.
-        counters: its last totals.
+        totals: of its last report.
+        faults: of the last report that had them.
+        figures: of the last report that had them.
         silent_s: for how long it has said nothing while it had jobs.
         stuck_at: when it first said, of what runs there now, that it runs for too long.
         stuck: it said so again, a while later.
@@ -100,13 +111,15 @@ class TierProcess:
         self.ready_at: float | None = None
         self.in_flight: dict[JobId, InFlight] = {}
         self.namespaces: dict[str, int] = {}
-        self.counters = TierCounters()
+        self.totals: tuple[int | float, ...] = (0,) * len(TOTALS)
+        self.faults: dict[str, int] = {}
+        self.figures: dict[str, float] = {}
         self.silent_s = 0.0
         self.stuck_at: float | None = None
         self.stuck = False
         self.refusal: str | None = None
         self.kill_at: float | None = None
-        self.cause = "unreachable"
+        self.cause = Cause.UNREACHABLE
         self.told = False
         self._inbox = Inbox(REPORT_BYTES_MAX)
         self._outbox = bytearray()
@@ -131,7 +144,7 @@ class TierProcess:
             self._socket.close()
             raise
         try:
-            self._pidfd = os.pidfd_open(self._popen.pid)
+            self._pidfd = pidfd.open_pidfd(self._popen.pid)
         except OSError:
             self._socket.close()
             self._popen.kill()
@@ -143,6 +156,11 @@ class TierProcess:
     def pid(self) -> int:
         """Of the process."""
         return self._popen.pid
+
+    @property
+    def counters(self) -> TierCounters:
+        """What it did, as far as it has told."""
+        return counters_of(self.totals, self.faults, self.figures)
 
     @property
     def exit_status(self) -> str:
@@ -160,7 +178,9 @@ class TierProcess:
 
     def flush(self) -> None:
         """Send what was kept. A broken socket is noticed by `receive`."""
-        with contextlib.suppress(BlockingIOError, ConnectionError, OSError):
+        if not self._outbox:
+            return
+        with contextlib.suppress(OSError):  # full, or broken
             while self._outbox:
                 del self._outbox[: self._socket.send(self._outbox)]
 
@@ -173,45 +193,39 @@ class TierProcess:
         Raises:
             WireError: something damaged.
         """
-        messages = self._messages(POLL_FRAMES_MAX)
+        messages = self._messages(POLL_FRAMES_MAX) if self._inbox else []
         budget = POLL_BYTES_MAX
         drained = ended = False
-        while budget > 0 and len(messages) < POLL_FRAMES_MAX:
+        while budget > 0 and not drained and len(messages) < POLL_FRAMES_MAX:
             try:
                 count = self._socket.recv_into(self._received)
             except BlockingIOError:
-                drained = True
-                break
+                return messages, True, False
             except OSError:
                 count = 0
-            if count == 0:
-                drained = ended = True
-                break
+            ended = count == 0
+            drained = count < len(self._received)  # else there may be more
             budget -= count
             self._inbox.feed(memoryview(self._received)[:count])
             messages += self._messages(POLL_FRAMES_MAX - len(messages))
-        return messages, drained, ended
+        return messages, drained and len(messages) < POLL_FRAMES_MAX, ended
 
     def _messages(self, count_max: int) -> list[FromProcess]:
         return [from_process(frame) for frame in self._inbox.frames(count_max)]
 
     def kill(self) -> None:
         """End it at once. Its slots may be touched until it is `gone`."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        pidfd.kill(self._pidfd)
         self._socket.close()
         self._outbox.clear()
 
     def gone(self, wait_s: float = 0.0) -> bool:
         """Whether no thread of it runs any more, in any system call."""
-        if not self._gone:
-            waiting = select.poll()
-            waiting.register(self._pidfd, select.POLLIN)
-            if waiting.poll(wait_s * 1e3):
-                self._gone = True
-                self._popen.wait()
-                os.close(self._pidfd)
-                self._socket.close()
+        if not self._gone and pidfd.ended(self._pidfd, wait_s):
+            self._gone = True
+            self._popen.wait()
+            os.close(self._pidfd)
+            self._socket.close()
         return self._gone
 
     def wait(self, wait_s: float) -> None:

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 
 from kvtier.affinity import use_all_cores
 from kvtier.core.types import BlockKey, Done, Dropped, JobId, Slot, TierId
-from kvtier.drivers.base import JobMetadata, SlotViews
+from kvtier.drivers.base import JobMetadata, SlotViews, TierCounters
+from kvtier.drivers.process import pidfd
 from kvtier.drivers.process.logs import Forwarding
 from kvtier.drivers.process.wire import (
     DROPPED_MAX,
@@ -44,6 +45,7 @@ from kvtier.drivers.process.wire import (
     bits_of,
     frame_of,
     to_process,
+    totals_of,
 )
 from kvtier.drivers.threaded import ThreadedDriver
 from kvtier.errors import ConfigError, KVTierError
@@ -76,7 +78,7 @@ class Orphan:
 
     def __init__(self, parent: int, sock: socket.socket) -> None:
         try:
-            self._pidfd = os.pidfd_open(parent)
+            self._pidfd = pidfd.open_pidfd(parent)
         except ProcessLookupError:
             os._exit(1)
         # A parent that ends is replaced at once; so if it is the parent still, no other process
@@ -87,9 +89,7 @@ class Orphan:
         threading.Thread(target=self._watch, name="kvtier-orphan", daemon=True).start()
 
     def _watch(self) -> None:
-        waiting = select.poll()
-        waiting.register(self._pidfd, select.POLLIN)
-        waiting.poll()
+        pidfd.ended(self._pidfd, None)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         time.sleep(2 * LAST_S)
@@ -114,6 +114,7 @@ class Server:
         self._dropped: list[BlockKey] = []
         self._logs = Forwarding(self._news.set)
         self._driver: ThreadedDriver | None = None
+        self._told = TierCounters()  # by the last report
 
     def start(self, start: Start, region_fd: int) -> None:
         """Prepare for jobs.
@@ -225,11 +226,17 @@ class Server:
         if self._dropped or len(logs) == LOGS_MAX:
             self._news.set()  # there may be more
         assert self._driver is not None, "started"
-        # totals are taken after what is finished, so that they include it
+        # taken after what is finished, so that they include it
+        counters = self._driver.counters()
+        faults = counters.faults if counters.faults != self._told.faults else None
+        figures = counters.figures if counters.figures != self._told.figures else None
+        self._told = counters
         return Report(
             ended,
             [bytes(key) for key in dropped],
-            self._driver.counters(),
+            totals_of(counters),
+            faults,
+            figures,
             self._driver.oldest_running_s(),
             logs,
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from kvtier.core.types import BlockKey
-from kvtier.drivers.base import TierCounters
+from kvtier.drivers.base import TOTALS, TierCounters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -127,14 +127,18 @@ class Report(_Message, frozen=True, tag=8):
     Attributes:
         ended: jobs.
         dropped: keys that the tier gave up.
-        counters: running totals, those jobs included.
+        totals: running totals, those jobs included: `TierCounters` in the order of `TOTALS`.
+        faults: failures by cause, if there are new ones.
+        figures: of the tier, if they changed.
         oldest_s: age of the oldest running task, in seconds.
         logs: see `LogRecord`.
     """
 
     ended: list[Ended]
     dropped: Annotated[list[_KeyBytes], msgspec.Meta(max_length=DROPPED_MAX)]
-    counters: TierCounters
+    totals: tuple[int | float, ...]
+    faults: dict[str, int] | None
+    figures: dict[str, float] | None
     oldest_s: float
     logs: Annotated[list[LogRecord], msgspec.Meta(max_length=LOGS_MAX)]
 
@@ -156,7 +160,7 @@ def frame_of(message: ToProcess | FromProcess) -> bytes:
 
 
 class Inbox:
-    """Cuts what arrives into frames.
+    """Cuts what arrives into frames; true while there is something in it.
 
     Args:
         frame_bytes_max: a longer frame is an error; None trusts the other side.
@@ -165,6 +169,9 @@ class Inbox:
     def __init__(self, frame_bytes_max: int | None = None) -> None:
         self._bytes = bytearray()
         self._frame_bytes_max = frame_bytes_max
+
+    def __bool__(self) -> bool:
+        return bool(self._bytes)
 
     def feed(self, data: bytes | memoryview) -> None:
         """Append what was received."""
@@ -208,6 +215,21 @@ def from_process(frame: bytes) -> FromProcess:
         return _from_process.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(str(error)) from error
+
+
+def totals_of(counters: TierCounters) -> tuple[int | float, ...]:
+    """The numbers of a report."""
+    return tuple(getattr(counters, name) for name in TOTALS)
+
+
+def counters_of(
+    totals: tuple[int | float, ...], faults: dict[str, int], figures: dict[str, float]
+) -> TierCounters:
+    """What the reports of a process add up to."""
+    counters = TierCounters(faults=faults, figures=figures)
+    for name, total in zip(TOTALS, totals, strict=True):
+        setattr(counters, name, total)
+    return counters
 
 
 def bits_of(keys: Sequence[BlockKey], ok: frozenset[BlockKey]) -> bytes:

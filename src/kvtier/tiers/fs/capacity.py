@@ -6,6 +6,7 @@ sweeper can then tell all of them what it evicts.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from kvtier.tiers.fs.shared_space import SharedSpace
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvtier.core.types import BlockKey
+    from kvtier.tiers.fs.term import SweepSettings
+
+
+logger = logging.getLogger(__name__)
 
 
 class Capacity:
@@ -26,6 +31,7 @@ class Capacity:
         capacity_bytes: see `SharedSpace`.
         min_free_bytes: see `SharedSpace`.
         owning: see `SharedSpace`.
+        settings: of the sweeper.
 
     Raises:
         OSError: as `SharedSpace`.
@@ -39,9 +45,10 @@ class Capacity:
         min_free_bytes: int,
         *,
         owning: bool = False,
+        settings: SweepSettings | None = None,
     ) -> None:
         self.space = SharedSpace(root, capacity_bytes, min_free_bytes, owning=owning)
-        self.sweeper = Sweeper(self.space)
+        self.sweeper = Sweeper(self.space, settings)
         self.sweeper.start()
 
     def listen(self, namespace: str, on_evicted: Callable[[str, Sequence[BlockKey]], None]) -> None:
@@ -60,3 +67,5 @@ class Capacity:
         """Stop sweeping, give back what was not used, and leave."""
         if self.sweeper.close(timeout_s):
             self.space.close()
+        else:
+            logger.warning("The sweeper of %s hangs; others will clean up", self.space.root)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import re
 import stat
 import threading
 from dataclasses import dataclass
@@ -30,14 +29,11 @@ from kvtier.tiers.fs.abilities import (
     remove_abandoned,
 )
 from kvtier.tiers.fs.locations import Location, location_of
+from kvtier.tiers.fs.marker import MARKER_FILE
+from kvtier.tiers.fs.members import CONTROL_DIRECTORY, NAMESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-ROOT_FILE = "kvtier.json"
-"""Marks a directory as a root."""
-
-CONTROL_DIRECTORY = ".kvtier"
 
 SMALLEST_BLOCK = HEADER_BYTES + 4096
 """Bytes of a file with a header and one page."""
@@ -46,7 +42,6 @@ ANSWER_S = 30.0
 """A mount that answers nothing for that long hangs; a start must not hang with it."""
 
 _PASSING = frozenset({errno.ENOSPC, errno.EDQUOT})
-_NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _SCANNED_MAX = 10_000
 _NAMED_MAX = 5
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -275,10 +270,10 @@ def _check_root(root: Path, setting: str) -> Location:
 def _refuse_inner(root: Path, setting: str) -> None:
     """Refuse a directory below one that is a root already, of whichever engine."""
     for outer in Path(os.path.realpath(root)).parents:
-        if os.path.lexists(outer / ROOT_FILE):
+        if os.path.lexists(outer / MARKER_FILE):
             raise ConfigError(
                 f"{setting} = {str(root)!r} lies inside {str(outer)!r}, which is a root itself "
-                f"(it has a {ROOT_FILE}): roots must not lie in each other; set {setting} to "
+                f"(it has a {MARKER_FILE}): roots must not lie in each other; set {setting} to "
                 f"{str(outer)!r} or to a directory outside it"
             )
 
@@ -307,11 +302,11 @@ def _is_ours(entry: os.DirEntry[str]) -> bool:
     name = entry.name
     if entry.is_symlink():
         return False
-    if name == ROOT_FILE:
+    if name == MARKER_FILE:
         return entry.is_file()
     if name == "lost+found":  # every ext file system has one at its top
         return entry.is_dir()
-    mine = name == CONTROL_DIRECTORY or _NAMESPACE.fullmatch(name) is not None or is_probe(name)
+    mine = name == CONTROL_DIRECTORY or NAMESPACE.fullmatch(name) is not None or is_probe(name)
     return mine and entry.is_dir()
 
 

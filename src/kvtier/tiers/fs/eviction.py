@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtier.tiers.fs.accounts import rounded
+from kvtier.tiers.fs.inventory import Victims, VictimStore
 from kvtier.tiers.fs.locks import names_it, try_lock
 from kvtier.tiers.fs.namespace_directory import NAMESPACE_FILE
 from kvtier.tiers.fs.scan import (
@@ -27,10 +28,10 @@ from kvtier.tiers.fs.scan import (
 from kvtier.tiers.fs.temporary import is_temp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvtier.core.types import BlockKey
-    from kvtier.tiers.fs.inventory import Shelf, Victims, VictimStore
+    from kvtier.tiers.fs.inventory import Inventory, Shelf
 
 _REQUESTS_DIRECTORY = "requests"
 _LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -47,6 +48,7 @@ class Outcome:
         missing: files that somebody else had deleted.
         kept: files that were used since they were seen.
         stores: whole stores that were deleted.
+        failure: why the rest was not deleted.
     """
 
     namespace: str
@@ -55,6 +57,7 @@ class Outcome:
     missing: int = 0
     kept: int = 0
     stores: int = 0
+    failure: OSError | None = None
 
 
 class Remover:
@@ -70,18 +73,37 @@ class Remover:
         self._device = os.fstat(root).st_dev
         self._stopped = stopped
 
-    def remove_files(self, victims: Victims, shelf: Shelf) -> Outcome:
-        """Delete files of one directory, and forget them in its shelf. One thread per shelf.
+    def remove(
+        self, inventory: Inventory, victims: Sequence[Victims | VictimStore]
+    ) -> list[Outcome]:
+        """Delete what was chosen, up to the first failure, and forget it in the inventory.
 
-        Raises:
-            OSError: the medium failed; what was deleted before is forgotten, but not told.
+        May run on several threads, with different directories.
         """
-        outcome = Outcome(victims.namespace)
+        outcomes: list[Outcome] = []
+        for victim in victims:
+            place = inventory.places[victim.namespace]
+            outcome = Outcome(victim.namespace)
+            outcomes.append(outcome)
+            try:
+                if isinstance(victim, Victims):
+                    self._remove_files(victim, place.shelves[victim.shelf], outcome)
+                else:
+                    self._remove_store(victim, outcome)
+                    if not outcome.kept:
+                        place.stores.pop(victim.store, None)
+            except OSError as error:
+                outcome.failure = error
+                break
+        return outcomes
+
+    def _remove_files(self, victims: Victims, shelf: Shelf, outcome: Outcome) -> None:
         gone: list[int] = []
         with (
             opened(victims.namespace, self._root, self._device) as place,
             contextlib.ExitStack() as stack,
         ):
+            stack.callback(shelf.remove, gone)
             directory = None
             if place is not None:
                 directory = stack.enter_context(opened(victims.shelf, place, self._device))
@@ -94,8 +116,6 @@ class Remover:
                         break
                     if self._remove_file(directory, shelf, i, outcome):
                         gone.append(i)
-        shelf.remove(gone)
-        return outcome
 
     @staticmethod
     def _remove_file(directory: int, shelf: Shelf, i: int, outcome: Outcome) -> bool:
@@ -118,13 +138,8 @@ class Remover:
         outcome.nbytes += rounded(status.st_size)
         return True
 
-    def remove_store(self, victim: VictimStore) -> Outcome:
-        """Delete a store that nobody owns.
-
-        Raises:
-            OSError: the medium failed; the rest of the store is found again.
-        """
-        outcome = Outcome(victim.namespace)
+    def _remove_store(self, victim: VictimStore, outcome: Outcome) -> None:
+        """Delete a store, unless somebody owns it again."""
         with contextlib.ExitStack() as stack:
             directory: int | None = self._root
             parents = []
@@ -134,18 +149,18 @@ class Remover:
                 directory = stack.enter_context(opened(name, directory, self._device))
                 if directory is None:
                     outcome.missing = 1
-                    return outcome
+                    return
             assert directory is not None, "as above"
             try:
                 lock = os.open(STORE_LOCK, _LOCK_FLAGS | os.O_CREAT, 0o600, dir_fd=directory)
             except OSError as error:
                 if error.errno in (errno.ELOOP, errno.ENOENT, errno.EISDIR):
-                    return outcome
+                    return
                 raise
             stack.callback(os.close, lock)
             if not try_lock(lock):
                 outcome.kept = 1
-                return outcome
+                return
             self._empty_store(directory, outcome)
             try:
                 os.rmdir(victim.store, dir_fd=parents[-1])
@@ -153,7 +168,6 @@ class Remover:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                     raise
             outcome.stores = 1
-        return outcome
 
     def _empty_store(self, directory: int, outcome: Outcome) -> None:
         """Delete what a store is made of: first its log, so that nobody opens it any more."""
@@ -163,9 +177,12 @@ class Remover:
                     _unlink(requests, name)
                 with contextlib.suppress(OSError):
                     os.rmdir(_REQUESTS_DIRECTORY, dir_fd=directory)
-        names = [name for name in os.listdir(directory) if SEGMENT.fullmatch(name) or is_temp(name)]
-        for name in [STORE_LOG, *sorted(names), STORE_LOCK]:
+        names = os.listdir(directory)
+        for name in [STORE_LOG, *filter(is_temp, names)]:
+            _unlink(directory, name)
+        for name in filter(SEGMENT.fullmatch, names):
             outcome.nbytes += _unlink(directory, name)
+        _unlink(directory, STORE_LOCK)
 
     def is_held(self, namespace: str) -> bool:
         """Whether somebody uses a namespace."""

@@ -23,18 +23,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
-import threading
 import time
 from typing import TYPE_CHECKING, Literal
 
-from kvtier.errors import ConfigError, MissingBlockError
+from kvtier.errors import MissingBlockError
 from kvtier.tiers.fs.drafts import Draft, Drafts
 from kvtier.tiers.fs.io import aligned, open_file, read_all
-from kvtier.tiers.fs.namespace_directory import FILE_MODE, WRITE_FLAGS, NamespaceDirectory
+from kvtier.tiers.fs.namespace_directory import NamespaceDirectory
 from kvtier.tiers.fs.space import Space, Unbounded
-from kvtier.tiers.fs.temporary import TEMP_SUFFIX, is_stale_temp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -56,7 +53,7 @@ class FilesTier:
     """Keeps blocks as files below `<root>/<namespace>`; any number of processes may share it.
 
     Args:
-        root: an existing directory, see `check_root`.
+        root: an existing directory, see `kvtier.tiers.fs.checks`.
         namespace: hex digest under which the blocks are shared.
         description: written to `namespace.json` unless that exists; must hold no secret.
         space: what the bytes of blocks are taken from.
@@ -85,7 +82,6 @@ class FilesTier:
         self._drafts = Drafts(self._directory, self._space, self._durable, direct)
         self._direct = direct
         self._touch_age_s = touch_age_s
-        self._closing = threading.Event()
         self._removed = 0
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -138,6 +134,12 @@ class FilesTier:
             whole = found.st_size == wanted and read_all(descriptor, into) == wanted
             if whole:
                 self._touch(descriptor, found)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            self._directory.check_root()
+            # NFS has no open files: another host removed this one while it was read
+            raise MissingBlockError(f"{path} was removed") from None
         finally:
             os.close(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -228,39 +230,8 @@ class FilesTier:
         """`removed_blocks`: files that were removed since they had another length."""
         return {"removed_blocks": self._removed}
 
-    def sweep(self, *, now: float) -> int:
-        """Remove the temporary files that killed writers left in this namespace.
-
-        Walks every directory: call it from a thread that nobody waits for. Ends early on `close`.
-
-        Args:
-            now: seconds since the epoch, by the clock that the files' times come from.
-
-        Returns:
-            How many were removed.
-
-        Raises:
-            OSError: the medium failed.
-        """
-        removed = 0
-        pending = [self._directory.path]
-        while pending and not self._closing.is_set():
-            path = pending.pop()
-            try:
-                entries = os.scandir(path)
-            except (FileNotFoundError, NotADirectoryError):
-                continue  # wiped meanwhile
-            with entries:
-                for entry in entries:
-                    if entry.name.endswith(TEMP_SUFFIX):
-                        removed += _remove_stale(entry, now)
-                    elif path == self._directory.path and _is_fan_out(entry):
-                        pending.append(entry.path)
-        return removed
-
     def close(self) -> None:
-        """End a running sweep and let go of the namespace; blocks stay where they are."""
-        self._closing.set()
+        """Let go of the namespace; blocks stay where they are."""
         self._directory.close()
 
     def _path(self, key: BlockKey) -> str:
@@ -290,63 +261,3 @@ def _stat(path: str) -> tuple[int, os.stat_result | None]:
     except (FileNotFoundError, NotADirectoryError):
         return -1, None
     return (found.st_size, found) if stat.S_ISREG(found.st_mode) else (-1, None)
-
-
-def _is_fan_out(entry: os.DirEntry[str]) -> bool:
-    """Whether a directory is one of those that hold blocks."""
-    digits = set(entry.name)
-    return (
-        len(entry.name) == FAN_OUT_DIGITS
-        and digits <= set("0123456789abcdef")
-        and entry.is_dir(follow_symlinks=False)
-    )
-
-
-def _remove_stale(entry: os.DirEntry[str], now: float) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        if is_stale_temp(entry.name, entry.stat(follow_symlinks=False), now):
-            os.unlink(entry.path)
-            return True
-    return False
-
-
-def check_root(root: Path, setting: str) -> None:
-    """Whether blocks can be kept below `root`, by creating and removing a file there.
-
-    Args:
-        root: the directory.
-        setting: path of the setting that names it, for the message.
-
-    Raises:
-        ConfigError: it is missing, not a directory, or this process may not search or write it.
-    """
-    try:
-        is_directory = stat.S_ISDIR(os.stat(root).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(
-            f"{setting} is {str(root)!r}, which does not exist: create it (mkdir -p {root}), or "
-            f"mount it, or set {setting} to an existing directory"
-        ) from None
-    except OSError as error:
-        raise _unusable(root, setting, error) from error
-    if not is_directory:
-        raise ConfigError(
-            f"{setting} is {str(root)!r}, which is not a directory: set it to a directory that "
-            f"this user may write"
-        )
-    # access(2) alone says yes to the superuser, also on a read-only mount
-    probe = root / f"{os.getpid()}-{secrets.token_hex(8)}{TEMP_SUFFIX}"
-    try:
-        os.listdir(root)  # the sweep and the listing need it
-        os.close(os.open(probe, WRITE_FLAGS, FILE_MODE))
-        os.unlink(probe)
-    except OSError as error:
-        raise _unusable(root, setting, error) from error
-
-
-def _unusable(root: Path, setting: str, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{setting} is {str(root)!r}, where user {os.geteuid()} cannot create a file "
-        f"({error.strerror}): make it readable, writable and searchable for this user (chown, "
-        f"chmod, remount), or set {setting} to another directory"
-    )

@@ -6,17 +6,18 @@ last namespace closed  --> all let go, spare room given back
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from kvtier.errors import TierError
+from kvtier.errors import TierError, TierUnreachableError
 from kvtier.tiers.base import SupportsDropped
 from kvtier.tiers.fs.capacity import Capacity
 from kvtier.tiers.fs.checks import remarks
 from kvtier.tiers.fs.files import FilesTier
-from kvtier.tiers.fs.marker import mark, read_marker
+from kvtier.tiers.fs.marker import MARKER_FILE, mark, read_marker
 from kvtier.tiers.fs.medium import Medium, probe_direct
 from kvtier.tiers.fs.segments.tier import DEFAULT_SEGMENT_BYTES, SegmentsTier
 
@@ -33,8 +34,24 @@ logger = logging.getLogger(__name__)
 
 _SEGMENTS_PER_CAPACITY = 32
 
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
 _TOUCH_AGE_LOCAL_S = 1.0
 _TOUCH_AGE_SHARED_S = 60.0  # writing a use down costs a round trip there
+
+
+def prepare(root: Path, settings: FsSettings) -> None:
+    """Mark a checked root as ours, so that the place where it was mounted is not taken for it.
+
+    Raises:
+        TierError: the root is marked by another release, or the marker is damaged.
+        OSError: the root cannot be asked, or written for another reason than want of room.
+    """
+    try:
+        mark(root, layout_of(root, settings, Medium.of(root)))
+    except OSError as error:
+        if error.errno not in _PASSING:
+            raise
 
 
 def layout_of(root: Path, settings: FsSettings, medium: Medium) -> Layout:
@@ -67,9 +84,10 @@ class Home:
         self._opened: _Opened | None = None
 
     def open(self, namespace: str, facts: Mapping[str, object]) -> NamespaceTier:
-        """Open a namespace below the root.
+        """Open a namespace below a root that was prepared.
 
         Raises:
+            TierUnreachableError: the root is not marked: something else is where it was mounted.
             TierError: the root is of another release, or its control directory is kept locked.
             OSError: the root cannot be written.
         """
@@ -100,9 +118,13 @@ class _Opened:
     def __init__(self, root: Path, settings: FsSettings) -> None:
         self._root = root
         self._settings = settings
+        marked = read_marker(root)
+        if marked is None:
+            raise TierUnreachableError(
+                f"{root} has no {MARKER_FILE}, which it had when it was checked: is it mounted?"
+            )
         medium = Medium.of(root)
         self.layout = layout_of(root, settings, medium)
-        marked = mark(root, self.layout)
         direct = probe_direct(root)
         self._direct = settings.direct != "off" and direct.works
         self._touch_age_s = _TOUCH_AGE_SHARED_S if medium.shared else _TOUCH_AGE_LOCAL_S
@@ -114,10 +136,16 @@ class _Opened:
             share = bounds.capacity // _SEGMENTS_PER_CAPACITY
             self._segment_bytes = min(DEFAULT_SEGMENT_BYTES, share)
         self._segment_bytes = settings.segment_size() or self._segment_bytes
+        said = remarks(root)
         self.capacity = Capacity(
             root, bounds.capacity, bounds.min_free, owning=self.layout == "segments"
         )
-        for remark in remarks(root):
+        self._lock = threading.Lock()
+        self.segments: tuple[SegmentsTier, ...] = ()  # that are open; replaced, never changed
+        self.capacity.space.measure_owned = lambda: sum(
+            tier.owned_bytes() for tier in self.segments
+        )
+        for remark in said:
             logger.warning("%s", remark)
         logger.info(
             "%s is on %s (%s), layout %s%s, %s, durability %s, capacity %s, min_free %d bytes",
@@ -144,7 +172,7 @@ class _Opened:
                 self._direct,
                 self._touch_age_s,
             )
-        return SegmentsTier(
+        tier = SegmentsTier(
             self._root,
             namespace,
             facts,
@@ -153,6 +181,14 @@ class _Opened:
             direct=self._direct,
             segment_bytes=self._segment_bytes,
         )
+        with self._lock:
+            self.segments += (tier,)
+        return tier
+
+    def forget(self, tier: FilesTier | SegmentsTier) -> None:
+        """A tier was closed."""
+        with self._lock:
+            self.segments = tuple(other for other in self.segments if other is not tier)
 
     def _why(self, reason: str) -> str:
         return "direct is off" if self._settings.direct == "off" else reason
@@ -165,6 +201,7 @@ class NamespaceTier:
         self, home: Home, opened: _Opened, namespace: str, inner: FilesTier | SegmentsTier
     ) -> None:
         self._home = home
+        self._opened = opened
         self._capacity = opened.capacity
         self._namespace = namespace
         self._inner = inner
@@ -218,6 +255,7 @@ class NamespaceTier:
         try:
             self._inner.close()
         finally:
+            self._opened.forget(self._inner)
             self._home.leave()
 
     def _on_evicted(self, namespace: str, keys: Sequence[BlockKey]) -> None:  # noqa: ARG002

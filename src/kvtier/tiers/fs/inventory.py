@@ -86,7 +86,7 @@ class Store:
     """A directory of segments.
 
     Attributes:
-        nbytes: bytes on disk.
+        nbytes: bytes of its segments. Its log is not taken from the capacity.
         last_use: mtime of its log, ns.
         orphaned: nobody held its lock when it was seen.
     """

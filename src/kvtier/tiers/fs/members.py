@@ -134,12 +134,12 @@ def remove_dead(control: str, now: float) -> list[str]:
     for name in os.listdir(directory):
         path = os.path.join(directory, name)
         if _ID.fullmatch(name):
-            if _is_unlocked(path, remove=True):
+            if _remove_unlocked(path):
                 dead.append(name)
         elif name.endswith(_NEW_SUFFIX):
             with contextlib.suppress(FileNotFoundError):
                 if now - os.stat(path, follow_symlinks=False).st_mtime > _NEW_AGE_S:
-                    _is_unlocked(path, remove=True)
+                    _remove_unlocked(path)
     return dead
 
 
@@ -156,22 +156,34 @@ def read_members(control: str) -> dict[str, MemberRecord]:
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
             with open(path, "rb") as file:
                 record = msgspec.json.decode(file.read(), type=MemberRecord)
-            if not _is_unlocked(path, remove=False):
+            if _is_locked(path):
                 found[name] = record
     return found
 
 
-def _is_unlocked(path: str, *, remove: bool) -> bool:
-    """Whether nobody holds a file, or it is gone; optionally remove it then."""
+def _is_locked(path: str) -> bool:
+    """Whether somebody holds a file.
+
+    Raises:
+        FileNotFoundError: it is gone.
+    """
+    descriptor = os.open(path, _FLAGS)
+    try:
+        return not try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_unlocked(path: str) -> bool:
+    """Remove a file that nobody holds; False if somebody does, or it is gone already."""
     try:
         descriptor = os.open(path, _FLAGS)
     except FileNotFoundError:
-        return True
+        return False
     try:
-        if not try_lock(descriptor):
+        if not (try_lock(descriptor) and names_it(path, descriptor)):
             return False
-        if remove and names_it(path, descriptor):
-            os.unlink(path)
+        os.unlink(path)
         return True
     finally:
         os.close(descriptor)

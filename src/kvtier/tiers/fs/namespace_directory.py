@@ -22,6 +22,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvtier.tiers.fs.io import sync_directory, write_all
+from kvtier.tiers.fs.marker import MARKER_FILE
 from kvtier.tiers.fs.temporary import TempNames
 
 if TYPE_CHECKING:
@@ -32,8 +33,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE_FILE = "namespace.json"
 
-ROOT_MARK = "kvtier.json"
-"""A root that was set up carries this file."""
+ROOT_MARK = MARKER_FILE
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
@@ -104,16 +104,7 @@ class NamespaceDirectory:
             OSError: it cannot be asked; or (ESTALE) another file system without our mark is in its
                 place.
         """
-        device = os.stat(self.root).st_dev
-        if device == self._device:
-            return
-        if not os.path.lexists(os.path.join(self.root, ROOT_MARK)):
-            raise OSError(
-                errno.ESTALE,
-                f"another file system than before, without {ROOT_MARK}: was it unmounted?",
-                self.root,
-            )
-        self._device = device
+        self._device = check_same_root(self.root, self._device)
 
     def hold(self) -> None:
         """Show that the namespace is in use, unless that is done. Quick when it is.
@@ -128,17 +119,21 @@ class NamespaceDirectory:
                 return
             self._hold_at = self._clock() + _HOLD_AGAIN_S
             try:
-                descriptor = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                descriptor = self._open_description()
             except OSError:
                 return  # wiped meanwhile
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                there = os.path.samestat(os.fstat(descriptor), os.stat(self._file))
                 directory = os.stat(self.path)
             except OSError as error:
                 os.close(descriptor)
                 if error.errno in _NO_LOCKS:
                     self._hold_at = _NEVER
                     logger.info("%s cannot be locked: %s", self._file, error.strerror)
+                return
+            if not there:
+                os.close(descriptor)  # removed between the two calls, as that of a dead namespace
                 return
             self._hold_at = _NEVER
             self._held = descriptor
@@ -169,6 +164,15 @@ class NamespaceDirectory:
             self._held_inode = None
             self._hold_at = 0.0
 
+    def _open_description(self) -> int:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            return os.open(self._file, flags)
+        except FileNotFoundError:
+            # removed as that of a dead namespace, while somebody wrote the first block again
+            self._describe()
+            return os.open(self._file, flags)
+
     def _describe(self) -> None:
         temp = os.path.join(self.path, self.temp_names.new())
         descriptor = os.open(temp, WRITE_FLAGS, FILE_MODE)
@@ -185,6 +189,31 @@ class NamespaceDirectory:
             with contextlib.suppress(OSError):
                 os.unlink(temp)
             raise
+
+
+def check_same_root(root: str, device: int) -> int:
+    """Whether a root is still there, and what it was.
+
+    Args:
+        root: path of the directory.
+        device: of the file system that it was on.
+
+    Returns:
+        The device now.
+
+    Raises:
+        FileNotFoundError: it is gone.
+        OSError: it cannot be asked; or (ESTALE) another file system without our mark is in its
+            place.
+    """
+    now = os.stat(root).st_dev
+    if now != device and not os.path.lexists(os.path.join(root, ROOT_MARK)):
+        raise OSError(
+            errno.ESTALE,
+            f"another file system than before, without {ROOT_MARK}: was it unmounted?",
+            root,
+        )
+    return now
 
 
 def make_directory(path: str) -> None:

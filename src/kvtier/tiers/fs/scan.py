@@ -19,6 +19,7 @@ import re
 import stat
 from typing import TYPE_CHECKING
 
+from kvtier.tiers.fs.abilities import is_probe
 from kvtier.tiers.fs.accounts import rounded
 from kvtier.tiers.fs.inventory import NEVER, Inventory, Place, Shelf, Store
 from kvtier.tiers.fs.locks import try_lock
@@ -141,7 +142,11 @@ class Scanner:
                             place = inventory.places.setdefault(name, Place())
                             yield from self._scan_place(name, directory, place, now)
                             continue
-                elif name in _ROOT_NAMES or self._temp_bytes(root, name) is not None:
+                elif (
+                    name in _ROOT_NAMES
+                    or is_probe(name)
+                    or self._temp_bytes(root, name) is not None
+                ):
                     continue
                 self._note_foreign(name)
             for name in inventory.places.keys() - seen:
@@ -215,6 +220,8 @@ class Scanner:
     def _scan_stores(self, path: str, stores: int, place: Place) -> Iterator[bool]:
         seen = set()
         for name in sorted(os.listdir(stores)):
+            if is_temp(name):
+                continue  # a store in the making; whoever uses the namespace tidies up
             if _STORE.fullmatch(name):
                 with opened(name, stores, self._device) as directory:
                     if directory is not None:
@@ -232,8 +239,9 @@ class Scanner:
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(name, dir_fd=directory, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
-                    nbytes += rounded(status.st_size)
-                    if name == STORE_LOG:
+                    if SEGMENT.fullmatch(name):
+                        nbytes += rounded(status.st_size)
+                    elif name == STORE_LOG:
                         last_use = max(last_use, status.st_mtime_ns)
         # looking takes the lock for an instant, which an owner that comes back must not meet
         probed = self._now - last_use > _STORE_UNPROBED_NS

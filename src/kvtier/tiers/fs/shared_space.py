@@ -28,6 +28,7 @@ from kvtier.tiers.fs import accounts as books
 from kvtier.tiers.fs.accounts import UNBOUNDED, Accounts, Entry, Report, rounded
 from kvtier.tiers.fs.ledger import LEDGER_FILE, LedgerBusyError, LedgerFile
 from kvtier.tiers.fs.members import CONTROL_DIRECTORY, NAMESPACE, Member, make_control_directory
+from kvtier.tiers.fs.namespace_directory import check_same_root
 from kvtier.tiers.fs.sizes import free_bytes
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ REFUSED_S = 0.1
 IDLE_S = 10.0
 """Whoever has not written for so long gives its spare back."""
 
+_UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS))
+
 CHUNK_BYTES_MAX = 64 * 1024 * 1024
 _CHUNKS_PER_CAPACITY = 256
 _BLOCKS_PER_CHUNK = 4
@@ -66,8 +69,17 @@ class SharedSpace:
         capacity_bytes: bound of what all members together store; None for none. Members that were
             given different ones go by the smallest.
         min_free_bytes: of the mount; of different ones the largest counts.
-        owning: whether only this process can delete what it takes (`segments`).
+        owning: whether only this process can delete what it takes (`segments`). Then it takes much
+            at a time, and what it holds should be told with `measure_owned`.
         clock: seconds, monotonic.
+
+    Attributes:
+        measure_owned: bytes on disk that only this process can delete, adopted stores included;
+            called with every report. To be set by whoever opens the tier.
+        on_refused: called after a refusal.
+
+    On a mount that is full or read-only it begins all the same, so that what lies there can be
+    read; until it is a member, `take` raises what keeps it from becoming one.
 
     Raises:
         OSError: the control directory cannot be written, or has no locks.
@@ -101,10 +113,19 @@ class SharedSpace:
         self._last_take = clock()
         self._refusals = 0
         self._accounts = Accounts()
+        self._free = 0
         self._told_differing = False
         self._joined = False
-        self.on_refused: Callable[[], None] | None = None
-        self._join()
+        self.measure_owned: Callable[[], int] = _nothing
+        self.on_refused: Callable[[], object] = _nothing
+        self._why_not_joined: OSError | None = None
+        self._device = os.stat(self.root).st_dev
+        try:
+            self._join()
+        except OSError as error:
+            if error.errno not in _UNWRITABLE:
+                raise
+            logger.warning("%s cannot be written now: %s", self.root, error)
 
     @property
     def member_id(self) -> str:
@@ -140,8 +161,7 @@ class SharedSpace:
         with self._lock:
             self._refusals += 1
             self._refused_until = self._clock() + REFUSED_S
-        if self.on_refused is not None:
-            self.on_refused()
+        self.on_refused()
         return False
 
     def give_back(self, nbytes: int) -> None:
@@ -149,19 +169,12 @@ class SharedSpace:
         nbytes = rounded(nbytes)
         with self._lock:
             self._returned += nbytes
-            self._owned = max(0, self._owned - nbytes) if self._owning else 0
             self._owed = max(0, self._owed - nbytes)
 
     def owed(self) -> int:
         """Bytes that this process should delete, as of the last exchange."""
         with self._lock:
             return self._owed
-
-    def adopt(self, nbytes: int) -> None:
-        """Count bytes that lie on disk already as owned by this process: stores that it adopted."""
-        assert self._owning, "files belong to nobody"
-        with self._lock:
-            self._owned += rounded(nbytes)
 
     def note_room(self) -> None:
         """Forget a refusal: some was made just now."""
@@ -176,11 +189,14 @@ class SharedSpace:
         """
         with self._exchanging:
             if not (self._joined and self.ledger.is_current() and self._member.is_current()):
-                logger.warning("%s was removed or replaced: joining anew", self.control)
+                if self._joined:
+                    logger.warning("%s was removed or replaced: joining anew", self.control)
                 self._leave()
                 self._join()
                 return
+            owned = self.measure_owned()
             with self._lock:
+                self._owned = owned
                 idle = self._clock() - self._last_take > IDLE_S
                 if idle:
                     self._returned += self._spare
@@ -209,13 +225,18 @@ class SharedSpace:
             self._leave()
 
     def figures(self) -> Mapping[str, float]:
-        """Levels as of the last exchange, and totals."""
+        """Levels as of the last exchange, and totals.
+
+        `capacity_bytes` is the limit that holds now, `used_bytes` what lies on disk or is on its
+        way, `granted_bytes` that and what members may still write, `free_bytes` of the whole mount.
+        """
         with self._lock:
             accounts = self._accounts
             spare = sum(entry.spare for entry in accounts.members.values())
             return {
                 "capacity_bytes": accounts.limit,
                 "granted_bytes": accounts.granted,
+                "free_bytes": self._free,
                 "used_bytes": max(0, accounts.granted - spare),
                 "members": len(accounts.members),
                 "owed_bytes": self._owed,
@@ -223,6 +244,15 @@ class SharedSpace:
             }
 
     def _join(self) -> None:
+        try:
+            self._become_member()
+        except OSError as error:
+            self._why_not_joined = error
+            raise
+        self._why_not_joined = None
+
+    def _become_member(self) -> None:
+        self._device = check_same_root(self.root, self._device)
         control = make_control_directory(self.root)
         self.ledger = LedgerFile(os.path.join(control, LEDGER_FILE), self._clock)
         try:
@@ -263,8 +293,6 @@ class SharedSpace:
         self._turn(now)
         self._taken[0] += need
         self._last_take = now
-        if self._owning:
-            self._owned += need
 
     def _turn(self, now: float) -> None:
         """Begin a new span of recent takes when it is time. Called under the lock."""
@@ -302,7 +330,9 @@ class SharedSpace:
             Whether they were granted, and spent.
         """
         if not self._joined:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.control)
+            why = self._why_not_joined
+            number = errno.ENOENT if why is None or why.errno is None else why.errno
+            raise OSError(number, os.strerror(number), self.control)
         now = self._clock()
         with self._lock:
             told = self._report(now)
@@ -313,7 +343,8 @@ class SharedSpace:
             with self.ledger.change(LOCK_WAIT_S) as accounts:
                 self._register(accounts, told)
                 books.report(accounts, self.member_id, told)
-                books.set_limit(accounts, free_bytes(self.root))
+                free = free_bytes(self.root)
+                books.set_limit(accounts, free)
                 if need > told.spare:
                     chunk = self._chunk(accounts)
                     granted = books.grant(accounts, self.member_id, need - told.spare, chunk)
@@ -325,6 +356,7 @@ class SharedSpace:
             raise
         with self._lock:
             self._accounts = accounts
+            self._free = free
             self._owed = owed
             self._good_until = now + LEASE_S
             self._spare += aside + granted
@@ -366,3 +398,8 @@ class SharedSpace:
             return 0  # a segment at a time
         share = min(accounts.limit // _CHUNKS_PER_CAPACITY, CHUNK_BYTES_MAX)
         return rounded(max(share, _BLOCKS_PER_CHUNK * self._largest))
+
+
+def _nothing() -> int:
+    """What is owned where nothing is."""
+    return 0

@@ -2,20 +2,21 @@
 
 every member:  report to the ledger, stand for election     about once a second
 the sweeper:   beat, and a step of its `Term`               every `interval_s`
+
+The thread has an ordinary priority, and works in short slices instead: with a low one it would be
+descheduled for long while it holds the interpreter's lock, and the tier's threads with it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from kvtier.tiers.fs.election import Election
-from kvtier.tiers.fs.term import SweepSettings, Term
+from kvtier.tiers.fs.term import REMOVERS, SweepSettings, Term
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPORT_S = 1.0
-_REMOVERS = 4  # deleting waits for the medium: 2 ms a file where the mount discards
-_NICENESS = 10
 
 
 class Sweeper:
@@ -62,7 +61,7 @@ class Sweeper:
         self._file_now = 0
         self._errors = 0
         self._past: dict[str, float] = {}  # totals of past terms
-        self._pool = ThreadPoolExecutor(_REMOVERS, "kvtier-fs-remover")
+        self._pool = ThreadPoolExecutor(REMOVERS, "kvtier-fs-remover")
         self._thread = threading.Thread(target=self._run, name="kvtier-fs-sweeper", daemon=True)
 
     def start(self) -> None:
@@ -111,29 +110,25 @@ class Sweeper:
         }
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while not self._closing.is_set():
             try:
-                hurry = self._step()
+                pause = self._step()
             except Exception as error:  # noqa: BLE001 - the thread must outlive any medium
                 self._note(error)
-                self._closing.wait(REPORT_S)
-                hurry = False
-            if not hurry:
-                self._wake.wait(self._settings.interval_s)
+                pause = REPORT_S
+            self._wake.wait(pause)
             self._wake.clear()
         self._stand_down()
 
-    def _step(self) -> bool:
-        """One look at everything; whether to come again at once."""
+    def _step(self) -> float:
+        """One look at everything; seconds until the next."""
         stands = self._clock() >= self._report_due
         if stands:
             self._report_due = self._clock() + REPORT_S
             self._space.report()
         if self._term is None:
             if not (stands and self._election.run()):
-                return False
+                return self._settings.interval_s
             logger.info("This process sweeps %s now", self._space.root)
             self._beat_due = 0.0
             self._term = Term(
@@ -147,7 +142,7 @@ class Sweeper:
             )
         if not self._may_go_on():
             self._stand_down()
-            return False
+            return self._settings.interval_s
         return self._term.step(self._file_clock)
 
     def _may_go_on(self) -> bool:

@@ -14,6 +14,8 @@ A scan that finds what to evict may come while another one settles; it corrects 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 import os
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.tiers.fs import accounts as books
 from kvtier.tiers.fs.accounts import Accounts, Mark
-from kvtier.tiers.fs.eviction import Outcome, Remover
+from kvtier.tiers.fs.eviction import Remover
 from kvtier.tiers.fs.inventory import (
     Inventory,
     Victims,
@@ -45,11 +47,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+REMOVERS = 4
+"""Threads that delete, which is waiting for the medium: 2 ms a file where the mount discards."""
+
 _REST = 20  # times the duration of a scan: at most 5 % of a core, whatever the size
 _FIRST_SLICE_S = 0.2
 _SLICE_S = 0.05  # of a later scan, between two looks at the books
 _ROLL_CALL_S = 2.0
-_BATCH = 32  # directories between two entries in the books
+_STALE = 0.5  # share of what was granted; a scan that knows less is made anew
+_BUSY = 0.2  # share of the interval after which it looks again while there is something to evict
+_BATCH = 256  # directories between two entries in the books
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +143,13 @@ class Term:
         self._scanner = Scanner(space.root, self._inventory)
         self._scan: Iterator[bool] | None = None
         self._scan_due = self._full_scan_due = self._roll_call_due = 0.0
-        self._scan_started = self._scan_ended = 0.0
+        self._scan_seconds = self._scan_ended = 0.0
         self._scanning_full = False
         self._complete = False  # a scan has ended
         self._removed = 0  # bytes deleted in this term
         self._unbooked = 0  # of them not off the books yet
+        self._removed_at_scan = 0
+        self._short = False  # there was less to evict than was needed
         self._comparison: _Comparison | None = None
         self._unknown_since: float | None = None
         self._now_ns = 0
@@ -157,14 +166,14 @@ class Term:
         """Since the beginning of the term."""
         return {**self._totals, "stale_temps_removed": self._scanner.stale_temps_removed}
 
-    def step(self, file_clock: Callable[[], int]) -> bool:
+    def step(self, file_clock: Callable[[], int]) -> float:
         """Do a little of everything that is due.
 
         Args:
             file_clock: now, ns, by the clock of the file system; may be a second late.
 
         Returns:
-            Whether to come again at once.
+            Seconds until the next step.
 
         Raises:
             OSError: the medium failed. Come again later.
@@ -176,13 +185,15 @@ class Term:
             self._bury_the_dead()
         accounts = self._look()
         if accounts is None:
-            return False
+            return self._settings.interval_s
         if self._comparison is not None and self._comparison.awaited is not None:
             self._settle(self._comparison, accounts)
         if self._scan is not None or self._is_scan_due(accounts):
             self._go_on_scanning(accounts, file_clock)
-        self._evict(accounts)
-        return self._scan is not None and not self._complete
+        evicts = self._evict(accounts)
+        if self._scan is not None and (self._short or not self._complete):
+            return 0.0
+        return self._settings.interval_s * (_BUSY if evicts else 1.0)
 
     def _bury_the_dead(self) -> None:
         """Take members that are gone out of the books; a scan tells what they had not spent."""
@@ -236,32 +247,34 @@ class Term:
             if self._comparison is None or self._comparison.awaited is None:
                 self._comparison = _Comparison(books.mark(accounts), self._removed)
             self._scanning_full = now >= self._full_scan_due
-            self._scan_started = now
+            self._scan_seconds = 0.0
             self._scan = self._scanner.scan(self._scanning_full, file_clock)
         end = now + (_SLICE_S if self._complete else _FIRST_SLICE_S)
         try:
             for _ in self._scan:
                 if self._clock() >= end or not self._may_go_on():
+                    self._scan_seconds += self._clock() - now
                     return
         except BaseException:
             self._scan = None
             raise
         self._scan = None
+        self._short = False
         self._complete = True
         self._scan_ended = self._clock()
-        seconds = self._scan_ended - self._scan_started
+        self._scan_seconds += self._scan_ended - now
+        self._removed_at_scan = self._removed
         self._levels = {
             "inventory_blocks": self._inventory.num_files,
             "inventory_bytes": self._inventory.nbytes,
-            "inventory_seconds": seconds,
+            "inventory_seconds": self._scan_seconds,
             "foreign_files": self._inventory.num_foreign,
         }
-        self._scan_due = self._scan_ended + max(self._settings.scan_s, _REST * seconds)
+        self._scan_due = self._scan_ended + max(self._settings.scan_s, _REST * self._scan_seconds)
         if self._scanning_full:
             self._full_scan_due = self._scan_ended + self._settings.full_scan_s
         comparison = self._comparison
-        assert comparison is not None, "a scan begins with one"
-        if comparison.awaited is None:
+        if comparison is not None and comparison.awaited is None:
             comparison.awaited = books.reports_of(accounts)
             comparison.found = self._inventory.nbytes
             comparison.removed_until_end = self._removed
@@ -313,54 +326,47 @@ class Term:
         finally:
             os.close(root)
 
-    def _evict(self, accounts: Accounts) -> None:
-        """Delete down to the low watermark, if there is need."""
+    def _evict(self, accounts: Accounts) -> bool:
+        """Delete down to the low watermark, if there is need; whether there was."""
         need = books.bytes_to_free(accounts, self._settings.high, self._settings.low)
         if need == 0 or not self._complete:
-            return
+            return False
         inventory, now = self._inventory, self._now_ns
         with self._remover() as remover:
             unused = unused_namespaces(inventory, now, int(self._settings.dead_age_s * 1e9))
             dead = {name for name in unused if not remover.is_held(name)}
             grace = int(self._settings.orphan_grace_s * 1e9)
             victims = choose_victims(inventory, dead, need, now, grace)
-            if not victims:
-                rest = _REST * (self._scan_ended - self._scan_started)
-                self._scan_due = min(self._scan_due, self._scan_ended + rest)  # for what is new
+            self._short = not victims
+            left = self._levels["inventory_bytes"] - (self._removed - self._removed_at_scan)
+            if self._short or left < _STALE * accounts.granted:
+                # most of what is there is newer than the last scan
+                rest = self._scan_ended + self._scan_seconds
+                self._scan_due = min(self._scan_due, rest)
             for start in range(0, len(victims), _BATCH):
                 missing = self._remove(remover, victims[start : start + _BATCH])
                 if missing:
                     self._scan_due = 0.0
                 if missing or not self._may_go_on() or self._look() is None:
                     break
+        return True
 
     def _remove(self, remover: Remover, victims: Sequence[Victims | VictimStore]) -> int:
         """Delete a batch; how many files others had deleted."""
         missing = 0
-        failure: BaseException | None = None
-        work = [self._pool.submit(self._remove_one, remover, victim) for victim in victims]
-        for future in work:
-            error = future.exception()
-            failure = error or failure
-            if error is None:
-                outcome = future.result()
-                missing += outcome.missing
-                self._removed += outcome.nbytes
-                self._unbooked += outcome.nbytes
-                self._totals["evicted_blocks"] += len(outcome.keys)
-                self._totals["evicted_bytes"] += outcome.nbytes
-                self._totals["evicted_stores"] += outcome.stores
-                if outcome.keys:
-                    self._tell(outcome.namespace, outcome.keys)
+        failure: OSError | None = None
+        parts = [victims[i::REMOVERS] for i in range(REMOVERS)]
+        remove = functools.partial(remover.remove, self._inventory)
+        for outcome in itertools.chain.from_iterable(self._pool.map(remove, parts)):
+            missing += outcome.missing
+            failure = failure or outcome.failure
+            self._removed += outcome.nbytes
+            self._unbooked += outcome.nbytes
+            self._totals["evicted_blocks"] += len(outcome.keys)
+            self._totals["evicted_bytes"] += outcome.nbytes
+            self._totals["evicted_stores"] += outcome.stores
+            if outcome.keys:
+                self._tell(outcome.namespace, outcome.keys)
         if failure is not None:
             raise failure
         return missing
-
-    def _remove_one(self, remover: Remover, victim: Victims | VictimStore) -> Outcome:
-        place = self._inventory.places[victim.namespace]
-        if isinstance(victim, Victims):
-            return remover.remove_files(victim, place.shelves[victim.shelf])
-        outcome = remover.remove_store(victim)
-        if not outcome.kept:
-            place.stores.pop(victim.store, None)
-        return outcome

@@ -6,9 +6,9 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.fs.checks import check_bounds, check_capacity, check_roots
-from kvtier.tiers.fs.home import Home
+from kvtier.tiers.fs.home import Home, prepare
 from kvtier.tiers.fs.medium import probe_direct
 from kvtier.tiers.fs.probe import threads_of
 from kvtier.tiers.fs.roots import Root
@@ -45,7 +45,7 @@ class FsTierType:
         return min(THREADS_MAX, measured)
 
     def preflight(self, settings: FsSettings, setting: str) -> None:
-        """Check directories and sizes before the engine starts.
+        """Check directories and sizes before the engine starts, and mark the directories as ours.
 
         Raises:
             ConfigError: blocks cannot be kept there, or not that many.
@@ -61,11 +61,14 @@ class FsTierType:
                 together = roots if isinstance(settings.capacity, int) else [root]
                 given = str(settings.capacity or "")
                 check_bounds(together, bounds.capacity, bounds.min_free, setting, given)
+                prepare(root, settings)
             except OSError as error:
                 raise ConfigError(
-                    f"{name} = {str(root)!r} cannot be asked for its size ({error}): mount it "
-                    f"again, or set {name} to another directory"
+                    f"{name} = {str(root)!r} cannot be asked for its size, or written ({error}): "
+                    f"mount it again, or set {name} to another directory"
                 ) from error
+            except TierError as error:
+                raise ConfigError(f"{name} = {str(root)!r}: {error}") from error
             if settings.direct == "on" and not (direct := probe_direct(root)).works:
                 raise ConfigError(
                     f"{setting}.direct is 'on', but {str(root)!r} takes no direct I/O "
@@ -87,7 +90,7 @@ class FsTierType:
                 check_capacity(capacity, block_bytes, setting)
 
     def open(self, settings: FsSettings, namespace: str, facts: Mapping[str, object]) -> Tier:
-        """Open the namespace below all roots that can be opened.
+        """Open the namespace below all roots that can be opened; `preflight` was called for them.
 
         Raises:
             TierError: no root can be opened.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from typing import TYPE_CHECKING, NamedTuple
@@ -77,12 +78,13 @@ class OwnedBlocks:
             failures = move(pieces, write=False)
         finally:
             self._slots.unpin(pinned.values())
-        for i, error in outcome.items():
-            if error is not None:
-                self.delete(keys[i])
-        for i, failure in failures.items():
-            if isinstance(failure, MissingBlockError) and self.delete(keys[i]):
-                self._owned.give_up([pinned[keys[i]]], "lost_blocks")
+        with contextlib.suppress(OSError):  # a log that cannot be written: they are found again
+            for i, error in outcome.items():
+                if error is not None:
+                    self.delete(keys[i])
+            for i, failure in failures.items():
+                if isinstance(failure, MissingBlockError) and self.delete(keys[i]):
+                    self._owned.give_up([pinned[keys[i]]], "lost_blocks")
         return {**outcome, **failures}
 
     def write(

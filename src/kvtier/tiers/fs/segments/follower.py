@@ -64,22 +64,14 @@ class Follower:
         self._gone: list[BlockKey] = []
         self._closed = False
 
-    def look(self, limit: float = INLINE_BYTES) -> bool:
-        """Read what is new in the log, unless that is more than `limit` bytes.
-
-        Returns:
-            Whether this is up to date now.
+    def glance(self) -> None:
+        """Read what is new in the log, unless that is much, or another thread is at it.
 
         Raises:
             FileNotFoundError: the store is gone.
             TierError: its log cannot be understood.
             OSError: the medium failed.
         """
-        with self._lock:
-            return self._look(limit)
-
-    def glance(self) -> None:
-        """Like `look`, but leaves it to another thread that is at it."""
         if self._lock.acquire(blocking=False):
             try:
                 self._look(INLINE_BYTES)
@@ -92,7 +84,7 @@ class Follower:
         """Read those of the blocks that are here; as `OwnedStores.read`.
 
         Raises:
-            OSError: as `look`.
+            OSError: as `glance`.
         """
         outcome: dict[int, Exception | None] = {}
         found: dict[int, _Found] = {}
@@ -157,11 +149,12 @@ class Follower:
             Keys of blocks that left since the last call.
 
         Raises:
-            OSError, TierError: as `look`.
+            OSError, TierError: as `glance`.
         """
+        self._read_anew()
         with self._lock:
-            self._look(float("inf"))
-            assert self._reader is not None, "it was opened a moment ago"
+            if not self._look(float("inf")) or self._reader is None:
+                return []  # closed meanwhile
             gone, self._gone = self._gone, []
             touched, self._touched = self._touched, {}
             table = self._reader.table
@@ -208,14 +201,30 @@ class Follower:
         if (reader.pending() or 0) > limit:
             reader.close()
             return False
-        former = self._reader
         reader.follow()
+        self._replace(reader)
+        return True
+
+    def _replace(self, reader: LogReader) -> None:
+        if self._closed:
+            reader.close()
+            return
+        former = self._reader
         if former is not None:
             self._gone += former.table.places.keys() - reader.table.places.keys()
             former.close()
         self._reader = reader
         self.keys = reader.table.places
-        return True
+
+    def _read_anew(self) -> None:
+        """Read a log that replaced the one that was seen, without keeping anybody waiting."""
+        with self._lock:
+            if self._closed or (self._reader is not None and self._reader.pending() is not None):
+                return
+        reader = LogReader(self.directory)
+        reader.follow()
+        with self._lock:
+            self._replace(reader)
 
     def _find(self, key: BlockKey) -> _Found | None:
         found = None if self._reader is None else self._reader.table.find(key)

@@ -17,13 +17,8 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from kvtier.tiers.fs.segments.paths import (
-    create_file,
-    open_file,
-    reserve,
-    sync_directory,
-    temp_name,
-)
+from kvtier.tiers.fs.io import sync_directory
+from kvtier.tiers.fs.segments.paths import create_file, open_file, reserve, temp_name
 from kvtier.tiers.fs.segments.records import (
     HEADER_BYTES,
     RECORD_BYTES,
@@ -60,6 +55,10 @@ class Log:
         header: as it stands in the file.
         end: offset behind the last whole record.
         durable: whether what was appended is synced by `sync`.
+
+    Attributes:
+        lock: see 3.
+        cramped: an append failed since the log was rewritten last; a shorter log may help.
     """
 
     def __init__(
@@ -73,6 +72,7 @@ class Log:
         self._durable = durable
         self._closed = False
         self._reserved = end
+        self.cramped = False
         # the number of the descriptor never changes: rewriting puts another file behind it
         self._sync = GroupSync(self._sync_once)
 
@@ -88,8 +88,9 @@ class Log:
 
     def is_whole(self) -> bool:
         """Whether the file is still there, and as long as this process made it."""
-        found = os.fstat(self._descriptor)
-        return found.st_nlink > 0 and found.st_size >= self._end
+        with self.lock:  # not between a write and the note that it was made
+            found = os.fstat(self._descriptor)
+            return found.st_nlink > 0 and found.st_size >= self._end
 
     def append(self, records: Sequence[Record]) -> int:
         """Write records behind the others; the caller holds `lock`.
@@ -114,6 +115,7 @@ class Log:
         count = written // RECORD_BYTES
         self._end += count * RECORD_BYTES
         if error is not None:
+            self.cramped = True
             with contextlib.suppress(OSError):  # a reader must not see it turn into something else
                 os.ftruncate(self._descriptor, self._end)
             if count == 0:
@@ -167,6 +169,7 @@ class Log:
                 os.dup2(descriptor, self._descriptor, inheritable=False)
                 self._header = header
                 self._end = self._reserved = end
+                self.cramped = False
             if self._durable:
                 sync_directory(self._directory)
         except BaseException:

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
+from kvtier.tiers.fs.namespace_directory import NamespaceDirectory
 from kvtier.tiers.fs.segments.places import OwnedSegment, by_store
 from kvtier.tiers.fs.segments.records import EVICT, TOUCH, Record
 from kvtier.tiers.fs.segments.slots import Slots
-from kvtier.tiers.fs.segments.store import Store, create_store, prepare_namespace
+from kvtier.tiers.fs.segments.store import STORES_NAME, Store, create_store
 from kvtier.tiers.fs.segments.table import SegmentTable, Table
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class OwnedStores:
         OSError: the directory of the namespace cannot be made.
 
     Attributes:
+        namespace_directory: held while this is open.
         directory: that the stores of the namespace lie in.
         slots: the index.
         totals: running totals by name.
@@ -88,9 +91,7 @@ class OwnedStores:
         self.totals: Counter[str] = Counter()
         self.dropped: deque[BlockKey] = deque()
         self.space = space
-        self._root = root
         self._namespace = namespace
-        self._description = description
         self._segment_bytes = segment_bytes
         self._direct = direct
         self._durable = durable
@@ -98,7 +99,8 @@ class OwnedStores:
         self._stores: tuple[Store, ...] = ()  # replaced, never changed
         self._growing = threading.RLock()  # guards `_stores` and the making of segments
         self._refused_until = float("-inf")
-        self.directory = prepare_namespace(root, namespace, description)
+        self.namespace_directory = NamespaceDirectory(root, namespace, description, durable)
+        self.directory = os.path.join(self.namespace_directory.path, STORES_NAME)
 
     def give_up(self, blocks: Iterable[Block], total: str) -> None:
         """Say that blocks went without being asked to; they are counted under `total`."""
@@ -276,7 +278,8 @@ class OwnedStores:
         self.totals["adopted_blocks"] += num_blocks - len(double)
         self.totals["lost_blocks"] += lost
         for number in numbers:  # nothing lies in them
-            self.space.give_back(store.remove_segment(number))
+            freed = store.remove_segment(number)
+            self.space.give_back(freed)
         self.release(double)
 
     def abandon(self, store: Store) -> None:
@@ -354,12 +357,14 @@ class OwnedStores:
                 self.space.give_back(store.destroy())
             else:
                 store.close()
+        self.namespace_directory.close()
 
     def _home(self) -> Store:
         """The store that takes new segments. The caller holds `_growing`."""
         if not self._stores:
-            stores = prepare_namespace(self._root, self._namespace, self._description)
-            self._stores = (
-                create_store(stores, self._namespace, direct=self._direct, durable=self._durable),
+            self.namespace_directory.make()  # it may have been wiped
+            store = create_store(
+                self.directory, self._namespace, direct=self._direct, durable=self._durable
             )
+            self._stores = (store,)
         return self._stores[0]

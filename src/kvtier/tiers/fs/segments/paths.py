@@ -1,4 +1,4 @@
-"""Making directories and files that only this user can read, whatever the umask; room for them."""
+"""Files that only this user can read, whatever the umask, and room for them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import os
 import secrets
 import stat
 
+from kvtier.tiers.fs.namespace_directory import FILE_MODE, own_mode
+
 TEMP_SUFFIX = ".tmp"
 
-_FILE_MODE = 0o600
-_DIRECTORY_MODE = 0o700
 _CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
@@ -30,30 +30,15 @@ def temp_name() -> str:
     return f"{os.getpid()}-{_token}-{next(_numbers)}{TEMP_SUFFIX}"
 
 
-def make_directory(path: str) -> None:
-    """Make one directory, not those above it; one that is there is fine.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    try:
-        os.mkdir(path, _DIRECTORY_MODE)
-    except FileExistsError:
-        return
-    if stat.S_IMODE(os.stat(path).st_mode) & _DIRECTORY_MODE != _DIRECTORY_MODE:
-        os.chmod(path, _DIRECTORY_MODE)
-
-
 def create_file(path: str) -> int:
     """A descriptor, for reading and writing, of a file that was not there.
 
     Raises:
         OSError: it cannot be made, or is there.
     """
-    descriptor = os.open(path, _CREATE_FLAGS, _FILE_MODE)
+    descriptor = os.open(path, _CREATE_FLAGS, FILE_MODE)
     try:
-        if stat.S_IMODE(os.fstat(descriptor).st_mode) != _FILE_MODE:
-            os.fchmod(descriptor, _FILE_MODE)
+        own_mode(descriptor)
     except BaseException:
         os.close(descriptor)
         raise
@@ -71,19 +56,6 @@ def open_file(path: str, flags: int) -> int:
         os.close(descriptor)
         raise OSError(f"{path} is not an ordinary file")
     return descriptor
-
-
-def sync_directory(path: str) -> None:
-    """Have the names in a directory survive a loss of power.
-
-    Raises:
-        OSError: the medium failed.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def allocate(descriptor: int, nbytes: int) -> None:

@@ -230,20 +230,17 @@ def move(pieces: Sequence[Piece], *, write: bool) -> dict[int, Exception]:
 
 
 def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Pieces that lie one behind the other without a gap, and fit into one call."""
+    """Pieces that lie one behind the other without a gap."""
     run: list[Piece] = []
-    num_views = 0
     for piece in sorted(pieces, key=lambda piece: (id(piece.file), piece.slot)):
         if run and not (
             piece.file is run[-1].file
             and piece.slot == run[-1].slot + 1
             and run[-1].length == run[-1].slot_bytes
-            and num_views + len(piece.views) <= IOV_MAX
         ):
             yield run
-            run, num_views = [], 0
+            run = []
         run.append(piece)
-        num_views += len(piece.views)
     if run:
         yield run
 

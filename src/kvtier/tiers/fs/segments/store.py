@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import secrets
 from typing import TYPE_CHECKING
 
+from kvtier.tiers.fs.io import sync_directory
+from kvtier.tiers.fs.namespace_directory import make_directory
 from kvtier.tiers.fs.segments.log import (
     LOG_NAME,
     Log,
@@ -21,14 +22,7 @@ from kvtier.tiers.fs.segments.log import (
     read_records,
     write_records,
 )
-from kvtier.tiers.fs.segments.paths import (
-    TEMP_SUFFIX,
-    create_file,
-    make_directory,
-    open_file,
-    sync_directory,
-    temp_name,
-)
+from kvtier.tiers.fs.segments.paths import TEMP_SUFFIX, create_file, open_file, temp_name
 from kvtier.tiers.fs.segments.records import Header, Record
 from kvtier.tiers.fs.segments.segment import (
     SegmentFile,
@@ -39,8 +33,7 @@ from kvtier.tiers.fs.segments.segment import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
+    from collections.abc import Iterable
 
     from kvtier.tiers.fs.segments.table import Table
 
@@ -48,10 +41,9 @@ STORES_NAME = "stores"
 LOCK_NAME = "lock"
 REQUESTS_NAME = "requests"
 REQUEST_SUFFIX = ".request"
-NAMESPACE_NAME = "namespace.json"
 
-UNBORN_S = 60.0
-"""A store takes less to make."""
+ABANDONED_S = 60.0
+"""A store or a request takes less to make."""
 
 _ID_DIGITS = 16
 
@@ -121,8 +113,11 @@ class Store:
         """
         return _remove(segment_path(self.directory, number))
 
-    def take_requests(self) -> list[Record]:
-        """What others ask of the owner, each once.
+    def take_requests(self, now_s: float) -> list[Record]:
+        """What others ask of the owner, each once. What they were killed over goes too.
+
+        Args:
+            now_s: seconds since the epoch, by the clock that the files' times come from.
 
         Raises:
             OSError: the medium failed.
@@ -130,12 +125,17 @@ class Store:
         directory = os.path.join(self.directory, REQUESTS_NAME)
         records: list[Record] = []
         for name in sorted(os.listdir(directory)):
+            path = os.path.join(directory, name)
             if name.endswith(REQUEST_SUFFIX):
-                path = os.path.join(directory, name)
-                try:
-                    records += read_records(path, int(self.name, 16))
-                finally:
-                    os.unlink(path)
+                with contextlib.suppress(OSError):  # no file of ours: it goes, or stays for good
+                    try:
+                        records += read_records(path, int(self.name, 16))
+                    finally:
+                        os.unlink(path)
+            elif name.endswith(TEMP_SUFFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    if now_s - os.lstat(path).st_mtime > ABANDONED_S:
+                        os.unlink(path)
         return records
 
     def sweep(self) -> None:
@@ -158,34 +158,6 @@ class Store:
         finally:
             self.close()
         return freed
-
-
-def prepare_namespace(root: Path, namespace: str, description: Mapping[str, object] | None) -> str:
-    """Make the directory of a namespace below an existing root, and say in it what it stands for. A
-    root that is gone is not made again: its mount may be.
-
-    Returns:
-        The directory that its stores lie in; it is made with the first of them.
-
-    Raises:
-        OSError: they cannot be written.
-    """
-    directory = os.path.join(os.path.abspath(root), namespace)
-    make_directory(directory)
-    path = os.path.join(directory, NAMESPACE_NAME)
-    if not os.path.lexists(path):
-        text = json.dumps(dict(description or {}), indent=2, sort_keys=True) + "\n"
-        temp = os.path.join(directory, temp_name())
-        descriptor = create_file(temp)
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.rename(temp, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temp)
-            raise
-    return os.path.join(directory, STORES_NAME)
 
 
 def create_store(stores: str, namespace: str, *, direct: bool, durable: bool) -> Store:
@@ -221,9 +193,8 @@ def create_store(stores: str, namespace: str, *, direct: bool, durable: bool) ->
             remove_store_files(temp)
         raise
     if durable:
-        namespace_directory = os.path.dirname(stores)
-        for path in (stores, namespace_directory, os.path.dirname(namespace_directory)):
-            sync_directory(path)
+        sync_directory(stores)
+        sync_directory(os.path.dirname(stores))
     log, table = open_log(directory, durable)
     return Store(directory, lock, log, table.next_segment, direct, durable)
 
@@ -283,7 +254,7 @@ def sweep_unborn(stores: str, now_s: float) -> None:
     """
     for name in os.listdir(stores):
         path = os.path.join(stores, name)
-        if not name.endswith(TEMP_SUFFIX) or now_s - os.lstat(path).st_mtime < UNBORN_S:
+        if not name.endswith(TEMP_SUFFIX) or now_s - os.lstat(path).st_mtime < ABANDONED_S:
             continue
         if os.path.lexists(os.path.join(path, LOCK_NAME)):
             lock = lock_store(path)

@@ -156,7 +156,7 @@ class SegmentsTier:
     ) -> list[BaseException | None]:
         """See `SupportsBatch.write_batch`: adjacent slots where possible, one call for each run."""
         own = self._owned.slots.keys
-        followed = any(follower.keys for follower in self._followers.all())
+        followed = any(follower.keys for follower in self._followers.look())
         new = [
             i
             for i, key in enumerate(keys)
@@ -197,6 +197,10 @@ class SegmentsTier:
             "inventory_complete": float(self._upkeep.is_complete()),
             **{name: self._owned.totals[name] for name in TOTALS},
         }
+
+    def owned_bytes(self) -> int:
+        """Bytes of the segments that only this tier can give up, of adopted stores too."""
+        return sum(segment.nbytes for segment in self._owned.slots.segments())
 
     def maintain(self) -> None:
         """One round of upkeep, as it runs by itself every `upkeep_s` seconds."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.tiers.fs.segments.follower import INLINE_BYTES
 from kvtier.tiers.fs.segments.log import LOG_NAME
+from kvtier.tiers.fs.segments.owned import FULL
 from kvtier.tiers.fs.segments.records import (
     EVICT,
     EVICT_ALL,
@@ -139,7 +140,7 @@ class Upkeep:
     def _obey(self) -> None:
         """Do what others ask for in `requests/`."""
         for store in self._owned.stores():
-            records = store.take_requests()
+            records = store.take_requests(self._wall_clock_ns() / 1e9)
             for record in records:
                 if record.kind == TOUCH:
                     self._owned.slots.touch(record.key)
@@ -159,13 +160,19 @@ class Upkeep:
             owed -= max(1, self._owned.remove_segment(segment, "evicted_blocks"))
 
     def _compact(self) -> None:
-        """Rewrite logs that have grown."""
+        """Rewrite logs that have grown, or find no room to."""
         segments = self._owned.slots.segments()
         for store in self._owned.stores():
             live = sum(segment.table.live for segment in segments if segment.store is store)
-            if store.log.num_records > 2 * live + LOG_SLACK_RECORDS:
+            grown = store.log.num_records > 2 * live + LOG_SLACK_RECORDS
+            if grown or (store.log.cramped and store.log.num_records > live):
                 copy = functools.partial(self._owned.slots.copies, store)
-                store.log.rewrite(copy, store.next_segment)
+                try:
+                    store.log.rewrite(copy, store.next_segment)
+                except OSError as error:
+                    if error.errno not in FULL or not self._owned.shrink():
+                        raise
+                    store.log.rewrite(copy, store.next_segment)
                 self._owned.totals["compactions"] += 1
 
     def _lock_orphans(self) -> None:
@@ -190,7 +197,8 @@ class Upkeep:
         except (DamagedHeaderError, FileNotFoundError) as error:
             logger.warning("Removing %s, whose log is lost: %s", directory, error)
             self._owned.totals["lost_stores"] += 1
-            self._owned.space.give_back(remove_store_files(directory))
+            freed = remove_store_files(directory)
+            self._owned.space.give_back(freed)
             os.close(lock)
         except BaseException:
             os.close(lock)
@@ -205,7 +213,10 @@ class Upkeep:
             self._followers.scan(force=True)
 
     def _tidy(self) -> None:
-        """Remove stores without blocks, and what is left of stores that were never finished."""
+        """Remove stores without blocks, and what is left of stores that were never finished; and
+        hold the namespace, if somebody kept this process from it before.
+        """
+        self._owned.namespace_directory.hold()
         for store in self._owned.stores()[1:]:
             self._owned.drop_empty(store)
         if os.path.isdir(self._owned.directory):
