@@ -57,7 +57,12 @@ def measure() -> list[Row]:
         if chosen.only != "lookups":
             plan = Plan(
                 "object",
-                {"url": f"s3://{BUCKET}/moves", "endpoint": server.url, "allow_http": True},
+                {
+                    "url": f"s3://{BUCKET}/moves",
+                    "endpoint": server.url,
+                    "allow_http": True,
+                    "timeout_s": 120.0,  # one machine serves and asks
+                },
                 (64 << 10, 512 << 10, 2 * MIB, 8 * MIB),
                 (1, 8, 64),
                 chosen.seconds,

@@ -203,6 +203,14 @@ class SeaweedServer(S3Server):
         everything = ("Admin", "Read", "Write", "List", "Tagging")
         self.identities = {ACCESS_KEY: everything, **(identities or {})}
 
+    def kill(self) -> None:
+        """End it, and remove the sockets that it makes in a place of its own choice."""
+        super().kill()
+        for port in self._ports:
+            for number in (port, port + _GRPC_DISTANCE):
+                for path in Path("/tmp").glob(f"seaweedfs-*-{number}.sock"):
+                    path.unlink(missing_ok=True)
+
     def command(self) -> list[str]:
         """Write the identities, then serve."""
         identities = [

@@ -4,7 +4,8 @@ Header and row go to the client as they lie, in two buffers that it sends one af
 it receives is its own memory and is copied into the row once, without the GIL. A put is one
 request whatever the size: it publishes all or nothing, which several parts do in three requests
 and leave behind if their writer is killed; blocks of a job go side by side anyway. Blocks are
-verified by their header, so neither ETags nor checksums of the store are looked at.
+verified by their header, so neither ETags nor checksums of the store are looked at. A put that was
+given up may read its buffers for a moment longer: what the store gets then does not verify.
 """
 
 from __future__ import annotations
