@@ -12,11 +12,11 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install -q -e '.[$(ENGINE),cli,dev]'
+INSTALL := $(PIP) install -q -e '.[$(ENGINE),cli,object,valkey,servers,dev]'
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint bench bench-fs soak mutants clean
+.PHONY: help demo test test-fast lint bench bench-fs bench-object bench-valkey soak mutants clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -45,6 +45,12 @@ bench-fs: $(STAMP) ## Measure a directory through the fs tier: make bench-fs DIR
 
 soak: $(STAMP) ## Half an hour of three processes in one directory, one killed every 20 s
 	@$(BIN)/python bench/soak.py $(ARGS)
+
+bench-object: $(STAMP) ## The object tier over an S3 server that is started for it; JSON=1 for JSON
+	@$(BIN)/python bench/object.py $(if $(JSON),--json) $(ARGS)
+
+bench-valkey: $(STAMP) ## The valkey tier over a server that is started for it; JSON=1 for JSON
+	@$(BIN)/python bench/valkey.py $(if $(JSON),--json) $(ARGS)
 
 mutants: $(STAMP) ## Plant faults in the core one by one, and see that the tests find each
 	$(BIN)/python tests/machine/mutants.py

@@ -33,6 +33,7 @@ _SIZE = re.compile(r"(-?[0-9]{1,30}(?:\.[0-9]{1,30})?)[ \t]*([A-Za-z]*)")
 _SIZE_ALLOWED = 'a whole number of bytes, or text such as "8GiB", "512MiB", "8GB" or "1.5 TB"'
 
 _TIER_NAME = re.compile(r"[a-z0-9_-]{1,64}")
+_OF_EVERY_TIER = ("type", "name", "promote_to")
 _TIER_NAME_ALLOWED = "1 to 64 characters out of a-z, 0-9, `_` and `-`"
 
 _Count = Annotated[int, Meta(gt=0, description="a whole number above 0")]
@@ -81,6 +82,7 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         type: which tier it is.
         name: unique among the tiers; labels its metrics and events.
+        promote_to: names of the tiers that get what is found in this one; None: the faster ones.
         options: everything else of the entry, read-only to the leaves (lists became tuples). May
             hold credentials, so `repr` shows no value of it.
     """
@@ -88,6 +90,7 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     name: str
     options: Mapping[str, object]
+    promote_to: tuple[str, ...] | None = None
 
     def plain_options(self) -> dict[str, object]:
         """The options as fresh dictionaries and lists, for the tier to decode strictly.
@@ -98,7 +101,8 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{option}=..." for option in self.options)
-        return f"TierSettings(type={self.type!r}, name={self.name!r}, options=<{shown}>)"
+        to = f", promote_to={self.promote_to!r}" if self.promote_to is not None else ""
+        return f"TierSettings(type={self.type!r}, name={self.name!r}{to}, options=<{shown}>)"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         return [("type", self.type), ("name", self.name), ("options", tuple(self.options))]
@@ -329,7 +333,32 @@ def _decode_tiers(value: object) -> tuple[TierSettings, ...]:
         if entry.name:
             taken[entry.name] = f"secondary_tiers[{i}]"
     free = _free_names(entries, taken)
-    return tuple(msgspec.structs.replace(e, name=e.name or next(free)) for e in entries)
+    named = tuple(msgspec.structs.replace(e, name=e.name or next(free)) for e in entries)
+    _refuse_unknown_targets(named)
+    return named
+
+
+def _refuse_unknown_targets(tiers: Collection[TierSettings]) -> None:
+    """`promote_to` names other tiers of this engine, each once."""
+    names = [tier.name for tier in tiers]
+    for i, tier in enumerate(tiers):
+        setting = f"secondary_tiers[{i}].promote_to"
+        others = [name for name in names if name != tier.name]
+        for place, target in enumerate(tier.promote_to or ()):
+            if target in others and target not in (tier.promote_to or ())[:place]:
+                continue
+            why = "is no tier"
+            if target == tier.name:
+                why = "is the tier itself"
+            elif target in others:
+                why = "is there twice"
+            close = difflib.get_close_matches(target, others, n=1)
+            advice = f" (did you mean {close[0]!r}?)" if close and why == "is no tier" else ""
+            raise ConfigError(
+                f"{setting} names {_shown(target)}, which {why}{advice}: it is a list of the "
+                f"names of other tiers, of which there are {', '.join(others) or 'none'}; [] to "
+                "write to none"
+            )
 
 
 def _free_names(entries: Collection[TierSettings], taken: Collection[str]) -> Iterator[str]:
@@ -364,8 +393,19 @@ def _decode_tier(entry: object, path: str) -> TierSettings:
     name = entry.get("name")
     if name is not None and not (isinstance(name, str) and _TIER_NAME.fullmatch(name)):
         raise _refused(f"{path}.name", name, _TIER_NAME_ALLOWED)
-    options = {key: _frozen(v) for key, v in entry.items() if key not in ("type", "name")}
-    return TierSettings(type=kind, name=name or "", options=MappingProxyType(options))
+    raised = entry.get("promote_to")
+    if raised is not None and not (
+        isinstance(raised, list | tuple) and all(isinstance(each, str) for each in raised)
+    ):
+        raise _refused(f"{path}.promote_to", raised, "a list of names of other tiers")
+    return TierSettings(
+        type=kind,
+        name=name or "",
+        promote_to=tuple(raised) if raised is not None else None,
+        options=MappingProxyType(
+            {key: _frozen(value) for key, value in entry.items() if key not in _OF_EVERY_TIER}
+        ),
+    )
 
 
 def _frozen(value: object) -> object:

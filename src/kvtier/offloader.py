@@ -50,6 +50,7 @@ class ConfiguredTier:
         options: its own options, decoded.
         type_name: the `type` that named it.
         plain_options: its own options as they were written; may hold credentials.
+        promote_to: names of the tiers that get what is found in this one; None: the faster ones.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ConfiguredTier:
     options: msgspec.Struct
     type_name: str
     plain_options: Mapping[str, object] = field(repr=False)
+    promote_to: tuple[str, ...] | None = None
 
     def preflight(self, setting: str) -> None:
         """Check what can be checked before anything is made. Raises ConfigError."""
@@ -75,7 +77,9 @@ def configure_tiers(tiers: Sequence[TierSettings]) -> tuple[ConfiguredTier, ...]
         tier_type = load_tier_type(tier.type, f"{setting}.type")
         plain = tier.plain_options()
         options = decode_settings(tier_type, plain, setting)
-        configured.append(ConfiguredTier(tier.name, tier_type, options, tier.type, plain))
+        configured.append(
+            ConfiguredTier(tier.name, tier_type, options, tier.type, plain, tier.promote_to)
+        )
         configured[-1].preflight(setting)
     return tuple(configured)
 
@@ -180,6 +184,7 @@ class Offloader:
             clock(),
             limits_of(settings, num_slots, len(tiers)),
             windows,
+            targets_of(tiers),
         )
         hang_s = _HANG_DEADLINES * settings.job_deadline_ms / 1e3
         self.drivers = tuple(
@@ -255,6 +260,21 @@ class Offloader:
 
     def _facts_of(self, digest: str) -> Mapping[str, object]:
         return next(each.describe() for each in self._namespaces if each.digest == digest)
+
+
+def targets_of(tiers: Sequence[ConfiguredTier]) -> list[frozenset[TierId]]:
+    """Per tier, those that get what is found in it: as configured, else every faster one. Local
+    tiers count as faster than remote ones; among tiers alike, the order is that of the operator.
+    """
+    remote = [tier.tier_type.locality != "LOCAL" for tier in tiers]
+    targets = []
+    for place, tier in enumerate(tiers):
+        if tier.promote_to is None:
+            faster = [t for t in range(len(tiers)) if (remote[t], t) < (remote[place], place)]
+        else:
+            faster = [t for t in range(len(tiers)) if tiers[t].name in tier.promote_to]
+        targets.append(frozenset(map(TierId, faster)))
+    return targets
 
 
 def limits_of(settings: Settings, num_slots: int, num_tiers: int) -> Limits:

@@ -36,7 +36,8 @@ class Answer:
     """Tokens of each prompt, and where the cached ones of all of them together came from.
 
     Attributes:
-        device, host, disk: vLLM's count of cached prompt tokens.
+        device, host, disk, remote: vLLM's count of cached prompt tokens; it calls remote tiers
+            `external_unspecified`.
         tiers: kvtier's own count, by tier; without those that gave nothing.
     """
 
@@ -45,10 +46,11 @@ class Answer:
     host: int
     disk: int
     tiers: dict[str, int]
+    remote: int = 0
 
     @property
     def cached(self) -> int:
-        return self.device + self.host + self.disk
+        return self.device + self.host + self.disk + self.remote
 
 
 def environment() -> dict[str, str]:
@@ -167,13 +169,14 @@ class Engine:
         hits = {name: int(tokens) for name, tokens in result["hits"].items()}
         tiers = {n.removeprefix("tier:"): v for n, v in hits.items() if n.startswith("tier:") and v}
         source = {n.removeprefix("source:"): v for n, v in hits.items() if n.startswith("source:")}
-        assert source.get("p2p", 0) == source.get("external_unspecified", 0) == 0
+        assert source.get("p2p", 0) == 0
         return Answer(
             result["tokens"],
             source.get("device", 0),
             source.get("host", 0),
             source.get("disk", 0),
             tiers,
+            source.get("external_unspecified", 0),
         )
 
     def reference(self, *prompts: list[int], max_tokens: int = 8) -> list[list[int]]:
@@ -182,7 +185,7 @@ class Engine:
         self.quiet()
         hit = self.generate(*prompts, max_tokens=max_tokens)
         assert hit.device > 0, "the reference is a hit of the device's own cache"
-        assert hit.host == hit.disk == 0, "the reference comes from the device alone"
+        assert hit.host == hit.disk == hit.remote == 0, "the reference comes from the device alone"
         return hit.tokens
 
     def quiet(self) -> dict[str, float]:

@@ -845,6 +845,57 @@ MUTANTS = [
         "        self._progress_at[moves] = now\n        if fault",
         "        self._progress_at = [now, now]\n        if fault",
     ),
+    # what is raised
+    Mutant(
+        "nothing is raised",
+        "ledger.py",
+        "        self.cascades.raise_to(good, fill.cascade_to or ())\n",
+        "",
+    ),
+    Mutant(
+        "what could not be read is raised",
+        "ledger.py",
+        "        self.cascades.raise_to(good, fill.cascade_to or ())\n",
+        "        self.cascades.raise_to(\n"
+        "            [b for b in fill.blocks if not b.condemned], fill.cascade_to or ()\n"
+        "        )\n",
+    ),
+    Mutant(
+        "a request's blocks are raised everywhere",
+        "ledger.py",
+        "            raised &= request.cascade_to\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "every tier raises to the same ones",
+        "ledger.py",
+        "        raised = self._promote_to[tier]",
+        "        raised = self._promote_to[-1]",
+    ),
+    Mutant(
+        "raised to all but those that are to get it",
+        "cascades.py",
+        "            if place in tiers:\n                self.offer(TierId(place), blocks)",
+        "            if place not in tiers:\n                self.offer(TierId(place), blocks)",
+    ),
+    Mutant(
+        "what is raised is filtered by its touches",
+        "cascades.py",
+        "            if place in tiers:\n                self.offer(TierId(place), blocks)",
+        "            if place in tiers:\n                self.begin(blocks, tiers)",
+    ),
+    Mutant(
+        "what a peer wants is raised",
+        "borrowers.py",
+        "        borrower = Request(name, arrival, others, frozenset(), by_block=True)",
+        "        borrower = Request(name, arrival, others, by_block=True)",
+    ),
+    Mutant(
+        "what is raised is not asked for its targets",
+        "manager.py",
+        "        raised = [frozenset(tiers) for tiers in promote_to] or [frozenset()] * num_tiers",
+        "        raised = [frozenset[TierId]()] * num_tiers",
+    ),
     Mutant(
         "a job has no bound",
         "ledger.py",

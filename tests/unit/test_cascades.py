@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.core.types import Done, Dropped, Fault, Probe, Reason, TierId, Write
+from kvtier.core.types import Done, Dropped, Fault, Probe, Read, Reason, TierId, Write
 from kvtier.testing.engine import key_of
 from kvtier.testing.world import T0, T1, World, asked
 
@@ -184,3 +184,143 @@ def test_a_tier_without_an_answer_costs_the_others_no_write() -> None:
         assert asked(world.step(), T1) == [Write]
     assert world.manager.ledger.cascades.writing == [2, 0]
     assert Probe not in {type(c) for c in world.stuck}
+
+
+# -- raised -------------------------------------------------------------------
+
+
+def raising(**more: Any) -> World:
+    """Tier 1 promotes to tier 0, which is faster."""
+    return World(8, 8, tiers=2, promote_to=[(), (T0,)], **more)
+
+
+def served(world: World, name: str, blocks: list[int]) -> dict[TierId, list[int]]:
+    """Serve a request; what was written on the way."""
+    written: dict[TierId, list[int]] = {}
+    world.open(name, blocks)
+    for _ in range(6):
+        hit = world.ask(name)
+        if hit is not None:
+            world.load(name, hit)
+            world.loaded(name)
+        for tier, some in writes(world).items():
+            written.setdefault(tier, []).extend(some)
+        if hit is not None:
+            break
+    assert hit == len(blocks)
+    for tier, some in writes(world).items():
+        written.setdefault(tier, []).extend(some)
+    return written
+
+
+def test_what_only_a_slow_tier_has_is_written_to_the_fast_one_once() -> None:
+    world = raising()
+    world.fill(T1, [0, 1, 2])
+    world.fill(T0, [0])
+    assert served(world, "a", [0, 1, 2]) == {T0: [1, 2]}
+    assert served(world, "b", [0, 1, 2]) == {}
+    world.whole()
+
+
+def test_nothing_goes_down_that_was_promoted_from_above() -> None:
+    world = raising()
+    world.fill(T0, [0, 1])
+    assert served(world, "a", [0, 1]) == {}
+
+
+def test_by_default_nothing_is_raised() -> None:
+    world = World(8, 8, tiers=2)
+    world.fill(T1, [0, 1])
+    assert served(world, "a", [0, 1]) == {}
+
+
+@pytest.mark.parametrize("allowed", [(), (T1,), (T0,), None])
+def test_a_request_says_where_its_blocks_may_be_raised(
+    allowed: tuple[TierId, ...] | None,
+) -> None:
+    world = raising()
+    world.fill(T1, [0])
+    world.open("a", [0])
+    world.requests["a"].cascade_to = None if allowed is None else frozenset(allowed)
+    written = []
+    for _ in range(4):
+        world.ask("a")
+        written += [writes(world)]
+    raised = allowed is None or T0 in allowed
+    assert [w for w in written if w] == ([{T0: [0]}] if raised else [])
+
+
+def test_what_is_over_the_share_is_raised_when_it_is_used() -> None:
+    world = raising(writing=2)
+    world.fill(T1, [0, 1, 2, 3])
+    world.hung.add(T0)
+    world.open("a", [0, 1, 2, 3], [T1])
+    for _ in range(4):
+        world.ask("a")
+        world.step()
+    assert world.manager.ledger.cascades.writing == [2, 0]
+    world.hung.clear()
+    world.answer_stuck()
+    world.step()
+    assert world.manager.ledger.cascades.writing == [0, 0]
+    hit = world.ask("a")
+    assert hit == 4
+    world.load("a", hit)
+    assert writes(world) == {T0: [2, 3]}
+
+
+def test_a_block_that_could_not_be_read_is_not_raised() -> None:
+    world = raising()
+    world.fill(T1, [0, 1])
+    world.open("a", [0, 1])
+    world.ask("a")
+    world.step()
+    world.holding[T1].discard(key_of(1))
+    written: dict[TierId, list[int]] = {}
+    for _ in range(4):
+        world.ask("a")
+        written |= writes(world)
+    assert written == {T0: [0]}
+
+
+def test_a_block_that_comes_after_a_reset_is_not_raised() -> None:
+    world = raising()
+    world.fill(T1, [0])
+    world.open("a", [0])
+    world.ask("a")
+    world.step()
+    world.ask("a")
+    world.hung |= {T0, T1}
+    assert asked(world.step(), T1) == [Read]
+    world.manager.reset(keep_tiers=True)
+    world.hung.clear()
+    world.answer_stuck()
+    assert writes(world) == {}
+    assert writes(world) == {}
+
+
+def test_raising_is_no_first_touch() -> None:
+    world = raising(second_touch=True)
+    world.fill(T1, [0])
+    world.open("a", [0])
+    written: dict[TierId, list[int]] = {}
+    for _ in range(4):
+        world.ask("a")
+        written |= writes(world)
+    assert written == {T0: [0]}, "before it is used"
+
+
+def test_what_is_promoted_for_a_peer_is_raised_nowhere() -> None:
+    world = World(8, 8, tiers=2, lending_max=4, promote_to=[(), (T0,)])
+    world.fill(T1, [0])
+    world.want(T0, 7, [key_of(0)], promote=True)
+    world.step()
+    for _ in range(5):
+        assert writes(world) == {}
+    assert [lend.keys for lend in world.lends] == [(key_of(0),)]
+
+
+@pytest.mark.parametrize("targets", [[()], [(), (), ()], [(T0,), ()]])
+def test_targets_that_make_no_sense(targets: list[tuple[TierId, ...]]) -> None:
+    with pytest.raises(AssertionError, match=r"one set per tier|has that already"):
+        World(8, 8, tiers=2, promote_to=targets)

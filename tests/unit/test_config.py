@@ -1,5 +1,6 @@
 """Settings: what is accepted, and that every refusal names setting, value and remedy."""
 
+import re
 from types import MappingProxyType
 
 import pytest
@@ -245,6 +246,41 @@ class TestTiers:
         assert "secondary_tiers" in message
         assert "hunter2" not in message
         assert "hunter2" not in refusal(secondary_tiers=["fs://user:hunter2@x"])
+
+    def test_where_blocks_are_promoted_to(self):
+        tiers = decode(
+            secondary_tiers=[
+                {"type": "fs"},
+                {"type": "valkey", "promote_to": ["fs"]},
+                {"type": "object", "name": "far", "promote_to": []},
+            ]
+        ).secondary_tiers
+        assert [tier.promote_to for tier in tiers] == [None, ("fs",), ()]
+        assert "promote_to" not in tiers[1].plain_options()
+        assert "('fs',)" in repr(tiers[1])
+
+    @pytest.mark.parametrize(
+        ("promote_to", "why"),
+        [
+            ("fs", "must be a list of names"),
+            ([1], "must be a list of names"),
+            ({"fs": True}, "must be a list of names"),
+            (["fast"], "'fast', which is no tier.*there are fs, other"),
+            (["fss"], "did you mean 'fs'"),
+            (["primary"], "'primary', which is no tier"),
+            (["far"], "'far', which is the tier itself"),
+            (["fs", "fs"], "'fs', which is there twice"),
+        ],
+    )
+    def test_wrong_targets_of_promotions(self, promote_to, why):
+        tiers = [
+            {"type": "fs"},
+            {"type": "object", "name": "far", "promote_to": promote_to},
+            {"type": "x", "name": "other"},
+        ]
+        message = refusal(secondary_tiers=tiers)
+        assert message.startswith("secondary_tiers[1].promote_to")
+        assert re.search(why, message), message
 
     def test_representations_show_no_option(self):
         settings = decode(secondary_tiers=[{"type": "valkey", "password": "hunter2"}])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvtier.config import Settings
@@ -20,10 +22,12 @@ from kvtier.errors import TierFullError
 from kvtier.namespace import Namespace
 from kvtier.offloader import (
     Assignment,
+    ConfiguredTier,
     Offloader,
     configure_tiers,
     limits_of,
     make_driver_for,
+    targets_of,
 )
 from kvtier.region import Geometry, Region
 from kvtier.testing.engine import key_of
@@ -102,6 +106,77 @@ def make(tmp_path: Path) -> Iterator[Make]:
     yield offloader
     for each in made:
         each.close()
+
+
+@dataclasses.dataclass
+class Placed:
+    """A kind of tier of which only the place matters."""
+
+    locality: str
+
+
+@pytest.mark.parametrize(
+    ("tiers", "targets"),
+    [
+        ([("L", None)], [set()]),
+        ([("L", None), ("R", None)], [set(), {0}]),
+        ([("R", None), ("L", None)], [{1}, set()]),
+        ([("R", None), ("R", None), ("L", None), ("L", None)], [{2, 3}, {0, 2, 3}, set(), {2}]),
+        ([("L", None), ("R", ())], [set(), set()]),
+        ([("L", ("1",)), ("R", ("0",))], [{1}, {0}]),
+    ],
+)
+def test_what_is_found_below_goes_to_what_is_faster(
+    tiers: list[tuple[str, tuple[str, ...] | None]], targets: list[set[int]]
+) -> None:
+    configured = [
+        ConfiguredTier(
+            name=str(place),
+            tier_type=Placed({"L": "LOCAL", "R": "REMOTE"}[where]),  # type: ignore[arg-type]
+            options=msgspec.defstruct("Nothing", [])(),
+            type_name="x",
+            plain_options={},
+            promote_to=promote_to,
+        )
+        for place, (where, promote_to) in enumerate(tiers)
+    ]
+    assert targets_of(configured) == targets
+
+
+def test_a_configured_tier_raises(tmp_path: Path) -> None:
+    """From the settings to a write: what only the second tier has comes to the first one."""
+    for name in ("fast", "slow"):
+        (tmp_path / name).mkdir()
+    settings = Settings.decode(
+        {
+            "cpu_bytes_to_use": "1MiB",
+            "secondary_tiers": [
+                {"type": "fs", "name": name, "root_dir": str(tmp_path / name)}
+                for name in ("fast", "slow")
+            ],
+        }
+    )
+    fast, slow = ScriptedDriver(), ScriptedDriver()
+    drivers = iter((fast, slow))
+    written: list[JobMetadata] = []
+    fast.submit_lookup = lambda job: fast.finished.append(Done(job.job_id))  # type: ignore[method-assign]
+    fast.submit_store = written.append  # type: ignore[method-assign]
+    offloader = Offloader(
+        settings,
+        configure_tiers(settings.secondary_tiers),
+        Region.create(Geometry(32, ROW, 1)),
+        Namespace.of({"weights": "of the tests"}),
+        clock=Clock(),
+        make_driver=lambda *_: next(drivers),
+    )
+    offloader.begin()
+    request = offloader.core.open_request("a")
+    for _ in range(4):
+        offloader.core.lookup(request, key_of(1))
+        offloader.end()
+        offloader.begin()
+    assert [job.block_hashes for job in written] == [(key_of(1),)]
+    offloader.close()
 
 
 def store(offloader: Offloader, block: int) -> None:

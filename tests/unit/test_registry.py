@@ -103,7 +103,7 @@ def test_an_unknown_kind(installed: Path) -> None:
     message = str(caught.value)
     assert message.startswith("secondary_tiers[1].type is 'memmory'")
     assert "did you mean 'memory'?" in message
-    assert "comets, fs, memory, stars" in message
+    assert "comets, fs, memory, object, stars, valkey" in message
     with pytest.raises(ConfigError) as caught:
         load_tier_type("zzzzzz", SETTING)
     assert "did you mean" not in str(caught.value)

@@ -15,6 +15,8 @@ from kvtier.cli.admin import ls, verify
 from kvtier.cli.admin_archive import export, import_
 from kvtier.cli.admin_remove import evict, wipe
 from kvtier.cli.bench_fs import bench_fs
+from kvtier.cli.bench_object import bench_object
+from kvtier.cli.bench_valkey import bench_valkey
 from kvtier.cli.demo import DemoOptions, run_demo
 from kvtier.errors import KVTierError
 
@@ -106,4 +108,6 @@ bench = typer.Typer(
     pretty_exceptions_enable=False,
 )
 bench.command("fs")(bench_fs)
+bench.command("object")(bench_object)
+bench.command("valkey")(bench_valkey)
 app.add_typer(bench, name="bench")

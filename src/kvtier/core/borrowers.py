@@ -54,7 +54,9 @@ class Borrowers:
             return
         others = tuple(tier for tier in self._tiers if tier != wanted.tier)
         name = f"ticket {wanted.ticket} of tier {wanted.tier}"
-        self._waiting[Request(name, arrival, others, by_block=True)] = wanted
+        # what is promoted for somebody else is raised nowhere
+        borrower = Request(name, arrival, others, frozenset(), by_block=True)
+        self._waiting[borrower] = wanted
 
     def serve(self) -> None:
         """Look up what is wanted, and answer those who wait for nothing any more."""

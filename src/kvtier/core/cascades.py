@@ -3,6 +3,9 @@
 A block is offered to every tier as soon as it is readable, within the tier's budget and while the
 tier takes writes. What a tier does not get is *owed* to it: offered again when the block is next
 used, and never queued with a pin. So is a block that a tier lost while the primary still has it.
+
+A block that was promoted from a tier is *raised*: offered to the tiers that are to get what is
+found there, if they are not believed to have it. It was stored before: that is no first touch.
 """
 
 from __future__ import annotations
@@ -62,6 +65,12 @@ class Cascades:
         for place in range(len(self._presence)):
             if tiers is None or place in tiers:
                 self.offer(TierId(place), worth)
+
+    def raise_to(self, blocks: Sequence[Block], tiers: Collection[TierId]) -> None:
+        """Blocks were promoted: offer them to these tiers."""
+        for place in range(len(self._presence)):
+            if place in tiers:
+                self.offer(TierId(place), blocks)
 
     def offer(self, tier: TierId, blocks: Sequence[Block]) -> None:
         """Write blocks to one tier, as far as its budget goes; what is over is owed."""

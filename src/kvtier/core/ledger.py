@@ -52,7 +52,14 @@ class Ledger:
         cascades, lending: see there.
     """
 
-    def __init__(self, pool: BlockPool, num_tiers: int, now: float, limits: Limits) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        num_tiers: int,
+        now: float,
+        limits: Limits,
+        promote_to: Sequence[frozenset[TierId]],
+    ) -> None:
         self.now = now
         self.epoch = 0
         self.presence = [Presence(limits.known_max, limits.absent_ttl_s) for _ in range(num_tiers)]
@@ -71,6 +78,7 @@ class Ledger:
         self.lending = Lending(pool, limits.lending_max, limits.lease_s, limits.lease_max_s)
         self._pool = pool
         self._limits = limits
+        self._promote_to = promote_to
         self._jobs: dict[JobId, Job] = {}
         self._deadlines: deque[Job] = deque()  # all jobs have the same patience: in order
         self._holds: deque[tuple[float, Request]] = deque()
@@ -129,7 +137,10 @@ class Ledger:
             self._read(tier, tuple(keys[start : start + self._limits.job_max]), request)
 
     def _read(self, tier: TierId, keys: tuple[BlockKey, ...], request: Request) -> None:
-        fill = Fill(tier)
+        raised = self._promote_to[tier]
+        if request.cascade_to is not None:
+            raised &= request.cascade_to
+        fill = Fill(tier, raised)
         fill.blocks = self.allocate(keys, fill)
         fill.waiters[request] = list(fill.blocks)
         request.waits.add(fill)
@@ -310,6 +321,7 @@ class Ledger:
         assert fill is not None, "a read fills something"
         good = [b for b in fill.blocks if not b.condemned and b.key in ok]
         self.publish(good)
+        self.cascades.raise_to(good, fill.cascade_to or ())
         self.end_fill(fill, good)
         for block in reversed(fill.blocks):
             self._release_hold(block)

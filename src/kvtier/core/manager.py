@@ -56,6 +56,8 @@ class TieringManager:
         now: the time, in seconds of any monotonic clock.
         limits: bounds.
         windows: cache groups whose lookups run from the right until a window is satisfied.
+        promote_to: per tier, those that get what is promoted from it, as far as they are not
+            believed to have it; none by default.
     """
 
     def __init__(
@@ -65,11 +67,15 @@ class TieringManager:
         now: float,
         limits: Limits,
         windows: frozenset[int] = frozenset(),
+        promote_to: Sequence[Collection[TierId]] = (),
     ) -> None:
+        assert len(promote_to) in (0, num_tiers), "one set per tier, or none at all"
+        raised = [frozenset(tiers) for tiers in promote_to] or [frozenset()] * num_tiers
+        assert all(place not in tiers for place, tiers in enumerate(raised)), "it has that already"
         self.tiers = tuple(TierId(i) for i in range(num_tiers))
         self.windows = windows
         self.pool = pool
-        self._ledger = Ledger(pool, num_tiers, now, limits)
+        self._ledger = Ledger(pool, num_tiers, now, limits, raised)
         self._limits = limits
         self._storing_max = limits.storing_max or pool.num_slots
         self._blocks = pool.blocks

@@ -18,7 +18,7 @@ class Fill:
 
     Attributes:
         tier: where the bytes come from; None: the device.
-        cascade_to: tiers that may get them; None: all.
+        cascade_to: tiers that are to get them; None: all.
         blocks: the blocks, in the order in which they were asked for.
         waiters: request -> those of the blocks that it met while they were filling. It holds them
             once they are good.

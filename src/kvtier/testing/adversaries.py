@@ -81,6 +81,7 @@ class Adversaries(Truth):
         trial=st.integers(1, 4),
         adds_up=st.booleans(),
         warm=st.lists(prompts, max_size=3),
+        promote_to=st.tuples(*(st.booleans() for _ in range(NUM_TIERS))),
     )
     def start(
         self,
@@ -96,6 +97,7 @@ class Adversaries(Truth):
         trial: int,
         adds_up: bool,
         warm: list[tuple[int, ...]],
+        promote_to: tuple[bool, ...],
     ) -> None:
         """A new manager over tiers that a neighbour may have filled."""
         if adds_up:
@@ -117,6 +119,10 @@ class Adversaries(Truth):
             hold_s=HOLD_S,
             absent_ttl_s=ABSENT_S,
         )
+        self.promote_to = tuple(
+            ALL_TIERS - {TierId(place)} if raises else frozenset()
+            for place, raises in enumerate(promote_to)
+        )
         self.memory = [None] * num_slots
         windows = frozenset(self.groups.windows or ())
         self.manager = TieringManager(
@@ -125,6 +131,7 @@ class Adversaries(Truth):
             0.0,
             self.limits,
             windows,
+            self.promote_to,
         )
         self.manager.begin_step(0.0)
         for index, prompt in enumerate(warm):
@@ -295,6 +302,8 @@ class Adversaries(Truth):
         self.stores.clear()
         self.loads.clear()
         self.may_cascade.clear()
+        for raised in self.raised:
+            raised.clear()
         self.asked = {ticket: (wanted, self.now) for ticket, (wanted, _) in self.asked.items()}
         for client in self.clients.values():
             client.asked_since = None
@@ -331,10 +340,12 @@ class Adversaries(Truth):
             if isinstance(command, Read):
                 self._smear(command.slots)
                 self.reads += command.keys
+                self._may_be_raised(command)
             elif not isinstance(command, Probe):
                 self._right_bytes(command.keys, command.slots, command.epoch)
             if isinstance(command, Write):
                 self._check_write(command)
+                self.writes += [(command.tier, key) for key in command.keys]
             elif isinstance(command, Lend):
                 self._check_answer(command)
             self.running.append(command)
@@ -342,6 +353,16 @@ class Adversaries(Truth):
         self._check_commands(commands)
         self._check_all_answered()
         self.listen(dt)
+
+    def _may_be_raised(self, command: Read) -> None:
+        """What is promoted for a request may be written where its tier promotes to, if the request
+        allows it.
+        """
+        for request in self._waiting_parties():
+            if any(request.origin.get(key) == command.tier for key in command.keys):
+                allowed = ALL_TIERS if request.cascade_to is None else request.cascade_to
+                for tier in self.promote_to[command.tier] & allowed:
+                    self.raised[tier].update(command.keys)
 
     @rule(tier=tiers, prompt=prompts, promote=st.booleans(), again=st.booleans())
     def want(self, tier: TierId, prompt: tuple[int, ...], promote: bool, again: bool) -> None:

@@ -199,6 +199,35 @@ class TieringMachine(Adversaries):
         if cold:
             assert read <= used, "a block was read for nothing"
 
+    @rule(prompt=prompts, tier=tiers, lacks=masks)
+    def raises(self, prompt: tuple[int, ...], tier: TierId, lacks: int) -> None:
+        """In peace, what is promoted from a tier comes to where it is to be, once; what is over a
+        budget is owed.
+        """
+        self._calm()
+        self.reset(False)
+        self.fence()
+        other = TierId(1 - tier)
+        self.neighbour_fills(tier, prompt, 0)
+        self.neighbour_fills(other, prompt, lacks)
+        had = {key for epoch, key in self.tiers[other] if epoch == self.epoch}
+        self.client("a", prompt)
+        self.reads.clear()
+        self.writes.clear()
+        self._rounds("a", 12)
+        for _ in range(3):
+            self.step(0.0)
+            self._serve()
+            self.listen(0.0)
+            self._check_all()
+        assert len(self.writes) == len(set(self.writes)), "written twice"
+        if other in self.promote_to[tier]:
+            has = {key for epoch, key in self.tiers[other] if epoch == self.epoch}
+            owed = self.manager.ledger.cascades.owed[other].keys()
+            for key in set(self.reads) - had:
+                gone = key not in self.manager.pool.blocks
+                assert gone or key in has or key in owed, "promoted, but not where it is to be"
+
     @rule(prompt=prompts, tier=tiers)
     def lost(self, prompt: tuple[int, ...], tier: TierId) -> None:
         """What a tier lost in silence is noticed when it is read, and costs a few steps."""
@@ -354,7 +383,8 @@ class TieringMachine(Adversaries):
         for _ in range(40):
             self.step(0.0)
             self._serve()
-            if not self.running and not self.asked:
+            self.listen(0.0)  # what was promoted is written elsewhere now
+            if not self.running and not self.asked and not self.manager.ledger._outbox:
                 break
         for tier, presence in enumerate(self.manager.ledger.presence):  # a sweep of each tier
             lost = [k for k in presence.beliefs if (self.epoch, k) not in self.tiers[tier]]
@@ -376,7 +406,7 @@ class TieringMachine(Adversaries):
             key = key_of(self.strangers)
             self.tiers[tier].add((self.epoch, key))
             self.once[tier].add((self.epoch, key))
-            request = self.manager.open_request("trial", (tier,))
+            request = self.manager.open_request("trial", (tier,), ())
             for _ in range(4):
                 answer = self.manager.lookup(request, key)
                 self.step(0.0)

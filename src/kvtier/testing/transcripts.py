@@ -14,7 +14,8 @@ answer that it got:
 `run` carries out the commands and returns the text with today's answers. A blank line is kept.
 
 Commands:
-    pool N [tiers=N] [windows=1:2] [any bound of Limits or Patience, e.g. promoting=4 wait=2s]
+    pool N [tiers=N] [windows=1:2] [promote_to=1:0 (from tier1 to tier0)] [any bound of
+        Limits or Patience, e.g. promoting=4 wait=2s]
     tierN has|loses BLOCKS; tierN drops BLOCKS (and tells); tierN latency=10ms speed=100 (blocks/s)
     tierN fail|hang|short|lie|raise OPERATION [times=N] [fault=full] [keys=N]; tierN heal
     tierN wants TICKET BLOCKS [promote]; tierN renews|returns TICKET
@@ -111,6 +112,10 @@ class TranscribedCore:
         for window in filter(None, options.pop("windows", "").split(",")):
             group, _, blocks = window.partition(":")
             windows[int(group)] = int(blocks)
+        raised: list[set[TierId]] = [set() for _ in range(num_tiers)]
+        for pair in filter(None, options.pop("promote_to", "").split(",")):
+            source, _, target = pair.partition(":")
+            raised[int(source)].add(TierId(int(target)))
         num_slots = int(words[0])
         self._windows = windows
         self._memory: Memory = [None] * num_slots
@@ -121,6 +126,7 @@ class TranscribedCore:
             0.0,
             limits_of(options, num_slots),
             frozenset(windows),
+            raised,
         )
         self._core.begin_step(0.0)
         self._now = 0.0

@@ -103,6 +103,7 @@ class Truth(RuleBasedStateMachine):
     limits: Limits
     memory: list[Content | None]
     manager: TieringManager
+    promote_to: tuple[frozenset[TierId], ...]
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,12 +123,15 @@ class Truth(RuleBasedStateMachine):
         self.log: dict[TierId | None, set[BlockKey]] = {None: set()}
         self.log.update({TierId(t): set() for t in range(NUM_TIERS)})
         self.reads: list[BlockKey] = []
+        self.writes: list[tuple[TierId, BlockKey]] = []
         self.trials = {(t, w): Trials() for t in sorted(ALL_TIERS) for w in (False, True)}
         self.sent: dict[JobId, float] = {}  # when each running command was submitted
         self.tickets = 0
         self.strangers = 1000  # blocks that nobody asked for before
         self.asked: dict[int, tuple[Wanted, float]] = {}  # ticket -> question, since when
+        self.begun: dict[tuple[int, float], float] = {}  # of them: the first step that ended since
         self.may_cascade: dict[BlockKey, set[TierId]] = {}
+        self.raised: list[set[BlockKey]] = [set() for _ in range(NUM_TIERS)]  # may be written there
         self.met: dict[BlockKey, int] = {}  # how often the device stored or used it
 
     @invariant()
@@ -270,10 +274,14 @@ class Truth(RuleBasedStateMachine):
             assert not issued or waited or trial.alive, "tried before its time"
 
     def _check_write(self, command: Write) -> None:
-        """What is cascaded may go there, and was met twice if that is asked for."""
+        """What is cascaded may go there, and was met twice if that is asked for; or it was promoted
+        from a tier whose blocks are to be there.
+        """
         before = {key for epoch, key in self.once[command.tier] if epoch == self.epoch}
         for key in command.keys:
-            if key not in before:  # else the tier lost it, and it is repaired
+            if (
+                key not in before and key not in self.raised[command.tier]
+            ):  # else the tier lost it, and it is repaired
                 assert command.tier in self.may_cascade[key], "stored where it must not be"
                 if self.limits.second_touch:
                     assert self.met.get(key, 0) > 1, "cascaded at the first touch"
@@ -288,7 +296,9 @@ class Truth(RuleBasedStateMachine):
         heard = {w.ticket for w in self.inbox if isinstance(w, Wanted)}
         for ticket, (wanted, since) in self.asked.items():
             assert wanted.promote or ticket in heard, "a question was not answered at once"
-            late = self.now >= since + WAIT_S + LONGEST_S  # its wait begins at the end of a step
+            # its wait begins at the end of a step, however long that took to come
+            begun = self.begun.setdefault((ticket, since), self.now)
+            late = self.now >= begun + WAIT_S + LONGEST_S
             assert not late or ticket in heard, "a tier waits for ever"
 
     def _waiting_parties(self) -> list[Request]:

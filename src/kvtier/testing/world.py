@@ -5,7 +5,7 @@ at once, unless they hang or fail.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from kvtier.core.limits import Limits
@@ -53,13 +53,14 @@ class World:
         tiers: int = 1,
         groups: Groups | None = None,
         policy: Policy | None = None,
+        promote_to: Sequence[Collection[TierId]] = (),
         **limits: Any,
     ) -> None:
         self.groups = groups or Groups()
         self.limits = Limits(promoting, writing, **limits)
         self.pool = BlockPool(slots, LRU(slots) if policy is None else policy)
         windows = frozenset(self.groups.windows or ())
-        self.manager = TieringManager(self.pool, tiers, 0.0, self.limits, windows)
+        self.manager = TieringManager(self.pool, tiers, 0.0, self.limits, windows, promote_to)
         self.now = 0.0
         self.holding: list[set[BlockKey]] = [set() for _ in range(tiers)]
         self.hung: set[TierId] = set()

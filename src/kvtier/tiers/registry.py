@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from kvtier.tiers.base import Tier
 
 ENTRY_POINT_GROUP = "kvtier.tiers"
+
+_SECRET = re.compile("password|secret|token|credential|key", re.IGNORECASE)
+"""What an option is called that may hold one."""
 
 
 @runtime_checkable
@@ -105,6 +109,8 @@ class BuiltIn:
 TIER_TYPES: Mapping[str, BuiltIn] = {
     "fs": BuiltIn("kvtier.tiers.fs.tier_type:FsTierType"),
     "memory": BuiltIn("kvtier.tiers.memory:MemoryTierType"),
+    "object": BuiltIn("kvtier.tiers.object.tier_type:ObjectTierType", "object"),
+    "valkey": BuiltIn("kvtier.tiers.valkey.tier_type:ValkeyTierType", "valkey"),
 }
 
 
@@ -170,7 +176,18 @@ def decode_settings(
     try:
         return msgspec.convert(options, tier_type.settings_type, strict=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{setting}: {error} (given: {dict(options)!r})") from error
+        raise ConfigError(f"{setting}: {error}{_given(options, error)}") from None
+
+
+def _given(options: Mapping[str, object], error: msgspec.ValidationError) -> str:
+    """The value that was refused, unless it may be, or may hold, a secret."""
+    path = re.search(r"at `\$\.(\w+)`", str(error))
+    if path is None or _SECRET.search(path[1]):
+        return ""
+    value = options.get(path[1])
+    if not isinstance(value, str | int | float) or (isinstance(value, str) and "@" in value):
+        return ""
+    return f" (given: {path[1]} = {value!r})"
 
 
 def _find(name: str, setting: str) -> tuple[str, str]:

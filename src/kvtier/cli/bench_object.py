@@ -1,0 +1,194 @@
+"""`kvtier bench object`: what the object tier reaches at a URL, beside the bare client."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from kvtier.cli.admin_output import Json, exit_codes, messages_console, print_json
+from kvtier.cli.bench_remote import Plan, measure
+from kvtier.cli.bench_report import Row, rows_json, rows_table
+from kvtier.config import parse_size
+from kvtier.errors import ConfigError
+from kvtier.tiers.registry import decode_settings, load_tier_type
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtier.tiers.object.settings import ObjectSettings
+    from kvtier.tiers.object.store import AnyStore, ObjectStore
+
+SIZES = "64KiB,512KiB,2MiB,8MiB"
+IN_FLIGHT = "1,8,64"
+QUICK_SIZES = "64KiB,2MiB"
+QUICK_IN_FLIGHT = "1,16"
+
+_SIZE_MAX = 256 << 20
+_IN_FLIGHT_MAX = 1024
+
+
+def bench_object(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="s3://bucket/prefix, gs://... or az://...")
+    ],
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            "-o",
+            metavar="NAME=VALUE",
+            help="An option of the tier, such as endpoint=https://host:9000; repeatable.",
+        ),
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(metavar="LIST", help=f"Block sizes.  [default: {SIZES}]")
+    ] = None,
+    in_flight: Annotated[
+        str | None, typer.Option(metavar="LIST", help=f"Blocks at once.  [default: {IN_FLIGHT}]")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", min=1, help="For all of it, roughly.")
+    ] = 60.0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help=f"Only {QUICK_SIZES}, {QUICK_IN_FLIGHT} at once.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Store and load blocks at a URL, beside the bare client with the same shapes.
+
+    Everything happens below a prefix of its own, whose objects are deleted at the end. Credentials
+    come from where the tier takes them.
+    """
+    messages = messages_console()
+    with exit_codes(messages):
+        options = tier_options(url, option or [])
+        options["url"] = f"{url.rstrip('/')}/kvtier-bench-{secrets.token_hex(6)}"
+        plan = Plan(
+            "object",
+            options,
+            _numbers(sizes or (QUICK_SIZES if quick else SIZES), "--sizes", _SIZE_MAX),
+            _numbers(
+                in_flight or (QUICK_IN_FLIGHT if quick else IN_FLIGHT),
+                "--in-flight",
+                _IN_FLIGHT_MAX,
+            ),
+            seconds,
+        )
+        with messages.status("bench") as status:
+            rows = measure_object(plan, status.update)
+    if json:
+        print_json(rows_json(rows))
+    else:
+        out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+        out.print(rows_table(rows, f"object tier at {url}"))
+
+
+def measure_object(plan: Plan, doing: Callable[[str], None]) -> list[Row]:
+    """Measure, and delete every object below the plan's URL, whatever happens.
+
+    Raises:
+        ConfigError: the options cannot work.
+        KVTierError: the store failed.
+    """
+    tier_type = load_tier_type("object", "bench.type")
+    settings: ObjectSettings = decode_settings(tier_type, plan.options, "bench")  # type: ignore[assignment]
+    tier_type.preflight(settings, "bench")
+    from kvtier.tiers.object.store import open_store
+
+    store = open_store(settings, "bench")
+    try:
+        return measure(plan, _BareObjects(store), doing)
+    finally:
+        doing("deleting the objects")
+        delete_all(store)  # once more: the measurement may have ended anywhere
+
+
+def delete_all(store: ObjectStore) -> None:
+    """Delete every object below the prefix of `store`.
+
+    Raises:
+        KVTierError: the store failed.
+    """
+    import obstore
+
+    def delete(client: AnyStore) -> None:
+        for page in list(obstore.list(client, chunk_size=1000)):
+            obstore.delete(client, [entry["path"] for entry in page])
+
+    store.ask("deleting", delete)
+
+
+def tier_options(url: str, pairs: list[str]) -> dict[str, object]:
+    """The tier's options from `name=value` pairs, with values as the settings want them.
+
+    Raises:
+        ConfigError: a pair is none.
+    """
+    options: dict[str, object] = {"url": url}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--option = {pair!r} must be NAME=VALUE, such as allow_http=true")
+        options[name] = _value(text)
+    return options
+
+
+def _value(text: str) -> object:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _numbers(text: str, option: str, most: int) -> list[int]:
+    try:
+        numbers = sorted({parse_size(_size(part), option) for part in text.split(",")})
+    except ConfigError:
+        numbers = [0]
+    if not 1 <= numbers[0] <= numbers[-1] <= most:
+        raise ConfigError(f"{option} = {text!r} must be numbers from 1 to {most}, such as {SIZES}")
+    return numbers
+
+
+def _size(part: str) -> int | str:
+    return int(part) if part.strip().isdecimal() else part
+
+
+class _BareObjects:
+    """obstore by itself; what it fetches stays in its own memory."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def put(self, name: str, data: memoryview) -> None:
+        """One object."""
+        import obstore
+
+        path = _path(name)
+        self._store.ask(
+            "writing", lambda client: obstore.put(client, path, data, use_multipart=False)
+        )
+
+    def get(self, name: str, into: memoryview) -> None:  # noqa: ARG002 - the protocol's argument
+        """The object's bytes."""
+        import obstore
+
+        path = _path(name)
+        self._store.ask("reading", lambda client: obstore.get(client, path).bytes())
+
+    def clean(self) -> None:
+        """Everything below the prefix."""
+        delete_all(self._store)
+
+
+def _path(name: str) -> str:
+    """Like the tier's: directories cost something in servers over a file system."""
+    return f"bare/{name[:2]}/{name}"

@@ -1,0 +1,251 @@
+"""`kvtier bench valkey`: what the valkey tier reaches at a server, beside the bare client.
+
+As `bench_remote`, but every round writes the keys of the one before: a server that keeps blocks in
+memory holds one round, and not all of them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from kvtier.cli.admin_output import Json, exit_codes, messages_console, print_json
+from kvtier.cli.bench_fs_jobs import filled_region
+from kvtier.cli.bench_object import tier_options
+from kvtier.cli.bench_remote import Plan, RemoteJobs, fresh_keys, shape_text
+from kvtier.cli.bench_report import Row, rows_json, rows_table
+from kvtier.config import parse_size
+from kvtier.core.types import Slot
+from kvtier.errors import ConfigError
+from kvtier.tiers.registry import decode_settings, load_tier_type
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvtier.region import Region
+    from kvtier.tiers.valkey.connections import Connections
+    from kvtier.tiers.valkey.settings import Endpoint, ValkeySettings
+
+SIZES = "64KiB,512KiB,2MiB,8MiB"
+IN_FLIGHT = "1,8,64"
+QUICK_SIZES = "64KiB,2MiB"
+QUICK_IN_FLIGHT = "1,16"
+
+_SIZE_MAX = 256 << 20
+_IN_FLIGHT_MAX = 1024
+_ROUNDS = range(3, 50)
+_TICKS = 1000
+_SCAN = "1000"
+_ROUND_BYTES = 16 << 20  # small blocks go around several times, so that a round can be timed
+
+
+def bench_valkey(
+    url: Annotated[str, typer.Argument(metavar="URL", help="valkey://[user@]host:port[/database]")],
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            "-o",
+            metavar="NAME=VALUE",
+            help="An option of the tier, such as password_file=/run/secrets/kv; repeatable.",
+        ),
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(metavar="LIST", help=f"Block sizes.  [default: {SIZES}]")
+    ] = None,
+    in_flight: Annotated[
+        str | None, typer.Option(metavar="LIST", help=f"Blocks at once.  [default: {IN_FLIGHT}]")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", min=1, help="For all of it, roughly.")
+    ] = 60.0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help=f"Only {QUICK_SIZES}, {QUICK_IN_FLIGHT} at once.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Store and load blocks at a server, beside the bare client with the same shapes.
+
+    The keys have a prefix of their own and are removed at the end. The server needs room for twice
+    the largest size times the most blocks at once.
+    """
+    messages = messages_console()
+    with exit_codes(messages):
+        options = tier_options(url, option or [])
+        options["key_prefix"] = f"kvtier-bench-{secrets.token_hex(6)}:"
+        options["on_unavailable"] = "fail"
+        plan = Plan(
+            "valkey",
+            options,
+            _numbers(sizes or (QUICK_SIZES if quick else SIZES), "--sizes", _SIZE_MAX),
+            _numbers(
+                in_flight or (QUICK_IN_FLIGHT if quick else IN_FLIGHT),
+                "--in-flight",
+                _IN_FLIGHT_MAX,
+            ),
+            seconds,
+        )
+        with messages.status("bench") as status:
+            rows = measure_valkey(plan, status.update)
+    if json:
+        print_json(rows_json(rows))
+    else:
+        from kvtier.tiers.valkey.address import masked
+
+        out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+        out.print(rows_table(rows, f"valkey tier at {masked(url)}"))
+
+
+def measure_valkey(plan: Plan, doing: Callable[[str], None]) -> list[Row]:
+    """Measure, and remove every key of the plan's prefix, whatever happens.
+
+    Raises:
+        ConfigError: the options cannot work, or the server cannot be used.
+        KVTierError: the server failed.
+    """
+    tier_type = load_tier_type("valkey", "bench.type")
+    settings: ValkeySettings = decode_settings(tier_type, plan.options, "bench")  # type: ignore[assignment]
+    tier_type.preflight(settings, "bench")
+    from kvtier.tiers.valkey.connections import Connections
+    from kvtier.tiers.valkey.server import examine
+    from kvtier.tiers.valkey.settings import endpoint_of
+
+    endpoint = endpoint_of(settings, "bench")
+    cluster = examine(endpoint, "bench").cluster
+    connections = Connections(endpoint, lambda: None, cluster=cluster)
+    try:
+        return _measure(plan, _BareValues(connections, settings.key_prefix), doing)
+    finally:
+        connections.close()
+        doing("removing the keys")
+        remove_all(endpoint, cluster=cluster)
+
+
+def remove_all(endpoint: Endpoint, *, cluster: bool) -> None:
+    """Unlink every key of the endpoint's prefix, on every node.
+
+    Raises:
+        KVTierError: the server failed.
+    """
+    from kvtier.tiers.valkey.server import nodes_of
+    from kvtier.tiers.valkey.wire import Wire
+
+    nodes = [endpoint.address.node]
+    if cluster:
+        with closing(Wire(endpoint, nodes[0])) as wire:
+            nodes = nodes_of(wire)
+    for node in nodes:
+        with closing(Wire(endpoint, node)) as wire:
+            cursor = b"0"
+            while True:
+                match wire.ask("SCAN", cursor, "MATCH", f"{endpoint.prefix}*", "COUNT", _SCAN):
+                    case [bytes(cursor), list(names)]:
+                        # one by one: in a cluster they lie in different hash slots
+                        for name in names:
+                            assert isinstance(name, bytes), "a key"
+                            wire.ask("UNLINK", name)
+                    case reply:
+                        raise AssertionError(f"no answer to SCAN: {reply!r}")
+                if cursor == b"0":
+                    break
+
+
+class _BareValues:
+    """The client library by itself, one connection per call that runs."""
+
+    def __init__(self, connections: Connections, prefix: str) -> None:
+        self._connections = connections
+        self._prefix = prefix
+
+    def put(self, name: str, data: memoryview) -> None:
+        """One value."""
+        self._connections.run(lambda client: client.set(f"{self._prefix}{name}", data))
+
+    def get(self, name: str, into: memoryview) -> None:
+        """The value, into its buffer."""
+        self._connections.run(lambda client: client.get(f"{self._prefix}{name}", buffer=into))
+
+
+def _measure(plan: Plan, bare: _BareValues, doing: Callable[[str], None]) -> list[Row]:
+    rows: list[Row] = []
+    share_s = plan.seconds / (len(plan.sizes) * len(plan.in_flight) + 1)
+    for size in plan.sizes:
+        with (
+            closing(filled_region(size, max(plan.in_flight))) as region,
+            RemoteJobs(plan.kind, plan.options, region) as jobs,
+        ):
+            jobs.seconds("store", fresh_keys(1))  # the process starts, the namespace is opened
+            for count in plan.in_flight:
+                doing(f"{shape_text(size)}, {count} in flight")
+                rows += _alternate(plan.kind, jobs, bare, region, count, share_s)
+            if size == max(plan.sizes):
+                doing("ticks of the main thread")
+                rows.append(_tick_row(plan.kind, jobs, min(16, max(plan.in_flight))))
+    return rows
+
+
+def _alternate(
+    kind: str, jobs: RemoteJobs, bare: _BareValues, region: Region, count: int, share_s: float
+) -> list[Row]:
+    keys = fresh_keys(count)
+    names = [key.hex() for key in keys]
+    slots = [region.slot(Slot(i)) for i in range(count)]
+    size = slots[0].nbytes
+    repeats = max(1, min(64, _ROUND_BYTES // (size * count)))
+    times: dict[str, tuple[list[float], list[float]]] = {"store": ([], []), "load": ([], [])}
+    until = time.perf_counter() + share_s
+    with ThreadPoolExecutor(count) as threads:
+        for done in _ROUNDS:
+            for operation, call in (("store", bare.put), ("load", bare.get)):
+                started = time.perf_counter()
+                for _ in range(repeats):
+                    list(threads.map(call, names, slots))
+                times[operation][1].append(time.perf_counter() - started)
+            for operation in ("store", "load"):
+                spent = sum(jobs.seconds(operation, keys) for _ in range(repeats))
+                times[operation][0].append(spent)
+            if done > _ROUNDS[0] and time.perf_counter() > until:
+                break
+    moved = size * count * repeats / 1e9
+    return [
+        Row(
+            f"{kind} {operation} {shape_text(size)} x {count}",
+            moved / statistics.median(tier),
+            "GB/s",
+            moved / statistics.median(alone),
+            "bare client",
+            "higher",
+        )
+        for operation, (tier, alone) in times.items()
+    ]
+
+
+def _tick_row(kind: str, jobs: RemoteJobs, count: int) -> Row:
+    keys = fresh_keys(count)
+    late: dict[bool, list[float]] = {False: [], True: []}
+    for busy in (False, True, False, True):
+        late[busy] += jobs.ticks(_TICKS, keys if busy else ())
+    worst = {busy: statistics.quantiles(some, n=100)[98] * 1e6 for busy, some in late.items()}
+    return Row(
+        *(f"{kind} main thread tick p99", worst[True], "us late", worst[False]),
+        *("idle run", "lower"),
+    )
+
+
+def _numbers(text: str, option: str, most: int) -> Sequence[int]:
+    try:
+        words = (part.strip() for part in text.split(","))
+        numbers = sorted({parse_size(int(w) if w.isdecimal() else w, option) for w in words})
+    except ConfigError:
+        numbers = [0]
+    if not 1 <= numbers[0] <= numbers[-1] <= most:
+        raise ConfigError(f"{option} = {text!r} must be numbers from 1 to {most}, such as {SIZES}")
+    return numbers

@@ -1,0 +1,1 @@
+"""Blocks in Valkey or Redis: one server, or a cluster."""
