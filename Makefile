@@ -27,8 +27,8 @@ demo: $(STAMP) ## A prefix computed once, read back from device, DRAM and disk, 
 test: lint ## Lint, then all tests, those with real vLLM engines included (minutes)
 	$(BIN)/python -m pytest $(ARGS)
 
-test-fast: lint ## Lint, then the tests that need no engine
-	$(BIN)/python -m pytest -m 'not engine' $(ARGS)
+test-fast: lint ## Lint, then the tests that need no engine, no server and no broken disk
+	$(BIN)/python -m pytest -m 'not engine and not servers and not faults' $(ARGS)
 
 lint: $(STAMP) ## Ruff, formatting, types and the layers
 	$(BIN)/ruff check .

@@ -23,6 +23,14 @@ IDENTITIES = {
     "mayall": (f"Read:{BUCKET}", f"Write:{BUCKET}", f"List:{BUCKET}"),
 }
 
+NEED_SERVERS = ("test_object_", "test_bench_object", "test_valkey_")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name.startswith(NEED_SERVERS):
+            item.add_marker(pytest.mark.servers)
+
 
 def started(server: S3Server) -> Iterator[S3Server]:
     if not server.is_installed():
