@@ -185,6 +185,7 @@ class LoopMount:
         kept = self._image.with_suffix(".kept")
         shutil.copyfile(self._image, kept)
         os.truncate(self._image, 0)
+        self._resize()  # or a write would make the file long again, and all before it zeros
         drop_caches()
 
     def restore_medium(self) -> None:
@@ -192,6 +193,7 @@ class LoopMount:
         with self._image.with_suffix(".kept").open("rb") as kept, self._image.open("r+b") as image:
             image.truncate(self._size)
             shutil.copyfileobj(kept, image)
+        self._resize()
         drop_caches()
 
     def take_away(self) -> None:
@@ -201,6 +203,10 @@ class LoopMount:
     def bring_back(self) -> None:
         """Mount again what was taken away."""
         _run("mount", "-o", "loop", str(self._image), str(self.point))
+
+    def _resize(self) -> None:
+        """Have the loop device be as long as its file."""
+        _run("losetup", "-c", _run("findmnt", "-n", "-o", "SOURCE", str(self.point)).strip())
 
 
 def drop_caches() -> None:
@@ -223,9 +229,10 @@ def wait_until_hanging(calls: BrokenCalls, group: Group, timeout_s: float = 20.0
         time.sleep(0.005)
 
 
-def _run(*command: str) -> None:
+def _run(*command: str) -> str:
+    """Run a program; what it says."""
     try:
-        subprocess.run(command, capture_output=True, text=True, check=True)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except FileNotFoundError as error:
         raise UnavailableError(f"{command[0]} is not installed") from error
     except subprocess.CalledProcessError as error:

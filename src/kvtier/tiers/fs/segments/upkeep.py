@@ -237,7 +237,9 @@ class Upkeep:
             step(*arguments)
         except Exception as error:  # noqa: BLE001 - a mistake in one must not end them all
             self._owned.totals["upkeep_failures"] += 1
-            cause = (getattr(step, "__name__", ""), type(error).__name__)
+            # a medium that fails does so in every step, and that is one thing to tell
+            where = str(error.errno) if isinstance(error, OSError) else step.__name__
+            cause = (type(error).__name__, where)
             if cause not in self._causes:
                 self._causes.add(cause)
                 logger.warning(
