@@ -29,6 +29,7 @@ from _report import Row, main
 from kvtier.tiers.fs.abilities import is_probe
 from kvtier.tiers.fs.accounts import rounded
 from kvtier.tiers.fs.capacity import Capacity
+from kvtier.tiers.fs.files import FAN_OUT_DIGITS
 from kvtier.tiers.fs.ledger import LedgerFile
 from kvtier.tiers.fs.temporary import is_temp
 from kvtier.tiers.fs.term import SweepSettings
@@ -99,15 +100,18 @@ def is_stopped(pid: int) -> bool:
 
 
 def usage(root: Path) -> tuple[int, int]:
-    """Bytes of blocks, segments and temporary files; and of everything, as `du` counts."""
+    """Bytes of blocks, also of those that are being written, and of segments; and of everything, as
+    `du` counts. Logs and requests of stores are no blocks.
+    """
     taken = everything = 0
     for directory, _, names in os.walk(root):
         everything += os.lstat(directory).st_blocks * 512
         for name in names:
             found = os.lstat(os.path.join(directory, name))
             everything += found.st_blocks * 512
-            block = os.path.basename(directory) in name or is_temp(name)
-            if name.endswith(".segment") or (block and ".kvtier" not in directory):
+            folder = os.path.basename(directory)
+            block = len(folder) == FAN_OUT_DIGITS and (name.startswith(folder) or is_temp(name))
+            if name.endswith(".segment") or block:
                 taken += rounded(found.st_size)
     return taken, everything
 
