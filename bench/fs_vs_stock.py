@@ -45,6 +45,7 @@ _STEP_S = 0.001  # of an engine: asking again without a pause would take the loo
 options = argparse.ArgumentParser(add_help=False)
 options.add_argument("--directory", default=tempfile.gettempdir(), help="where to measure")
 options.add_argument("--threads", type=int, help="of kvtier's tiers; measured unless given")
+options.add_argument("--sizes", help="block sizes in KiB, with commas between")
 options.add_argument("--quick", action="store_true", help="one block size, one repetition")
 
 
@@ -268,6 +269,8 @@ def compare_lookups(place: Path, repetitions: int, threads: int | None) -> Itera
 def measure() -> list[Row]:
     given = options.parse_known_args()[0]
     sizes, repetitions = ((2 * MIB,), 1) if given.quick else (SIZES, REPETITIONS)
+    if given.sizes:
+        sizes = tuple(int(size) * KIB for size in given.sizes.split(","))
     rows: list[Row] = []
     with scratch(Path(given.directory)) as place:
         for size in sizes:

@@ -98,6 +98,34 @@ def test_a_job_keeps_all_threads_busy(blocks: int, threads: int, most: int) -> N
     assert driver.close()
 
 
+def test_many_small_jobs_are_not_cut_further() -> None:
+    """While a lookup of the only other thread holds the queue up, jobs gather behind it."""
+    tier = BatchTier(MemoryTier())
+    held, released = threading.Event(), threading.Event()
+
+    def exists(keys: Sequence[BlockKey]) -> list[bool]:
+        if len(keys) == 2:
+            held.set()
+            released.wait()
+        return [False] * len(keys)
+
+    tier.exists = exists
+    driver = ThreadedDriver("x", lambda namespace: tier, num_threads=2)
+    warm(driver)
+    for number in (1, 2):
+        driver.submit_lookup(drive.job(number, [key_of(1), key_of(2)]))
+    held.wait()
+    slots = ArraySlots(8)
+    for number in range(3, 15):
+        keys = [key_of(100 * number + i) for i in range(8)]
+        driver.submit_store(drive.job(number, keys, slots, readonly=True))
+    released.set()
+    drive.wait(driver, *range(1, 15))
+    assert max(tier.batches) == 8, "as a whole while many are queued"
+    assert sum(tier.batches) == 12 * 8
+    assert driver.close()
+
+
 def test_a_task_has_a_bound_in_bytes() -> None:
     assert run_length(1000, 1 << 20, 2) == RUN_BYTES_MAX >> 20
     assert run_length(1000, RUN_BYTES_MAX + 4096, 2) == 1

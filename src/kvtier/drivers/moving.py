@@ -55,7 +55,7 @@ class Moved:
 
 
 def run_length(num_blocks: int, block_bytes: int, num_threads: int) -> int:
-    """Blocks per task such that one job keeps all threads busy, within the bounds above."""
+    """Blocks per task such that what is queued keeps all threads busy, within the bounds above."""
     share = -(-num_blocks // num_threads)
     return max(1, min(share, RUN_BLOCKS_MAX, RUN_BYTES_MAX // max(block_bytes, 1)))
 

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvtier.affinity import use_all_cores
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from kvtier.drivers.moving import Moved
 
 logger = logging.getLogger(__name__)
+
+QUEUE_SEEN_MAX = 64
+"""Jobs that are looked at to tell how much is queued."""
 
 LOOKUP_BATCH = 256
 """Keys per `exists`: a long prompt's lookup is spread over the threads."""
@@ -215,14 +219,14 @@ class ThreadedDriver(SecondaryTierManager):
                 if place.tier is None:
                     place.opening = True
                 start = job.taken
-                job.taken += min(self._length(job, place), job.num_keys - start)
+                job.taken += min(self._length(job, place, queue), job.num_keys - start)
                 if job.taken == job.num_keys:
                     queue.remove(job)
                 return _Task(job, place, start, job.taken)
         return None
 
-    def _length(self, job: _Job, place: Place) -> int:
-        """Keys of the next task of a job."""
+    def _length(self, job: _Job, place: Place, queue: deque[_Job]) -> int:
+        """Keys of the next task of a job: more of them if other jobs keep the threads busy too."""
         if job.operation is Operation.LOOKUP:
             return LOOKUP_BATCH
         tier = place.tier
@@ -230,7 +234,9 @@ class ThreadedDriver(SecondaryTierManager):
             return 1
         if not job.block_bytes:
             job.block_bytes = job.metadata.spec[0].nbytes
-        return run_length(job.num_keys, job.block_bytes, len(self._threads))
+        others = sum(each.num_keys - each.taken for each in islice(queue, QUEUE_SEEN_MAX))
+        num_blocks = max(job.num_keys, others)
+        return run_length(num_blocks, job.block_bytes, len(self._threads))
 
     def _run(self, task: _Task, headers: Headers) -> None:
         """Do a task, and count what it did. Raises nothing."""

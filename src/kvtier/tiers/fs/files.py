@@ -24,6 +24,7 @@ import contextlib
 import errno
 import os
 import stat
+import threading
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -61,6 +62,8 @@ class FilesTier:
         direct: use `O_DIRECT`, see `kvtier.tiers.fs.medium.probe_direct`.
         touch_age_s: a use is written down if the last one is that long ago; on a network file
             system it costs a round trip.
+        lookups_at_once: threads that may look keys up at a time; None for all. Where a call takes a
+            microsecond, more than two only take the interpreter from each other.
 
     Raises:
         OSError: the namespace directory or its description cannot be written.
@@ -75,6 +78,7 @@ class FilesTier:
         durability: Durability = "none",
         direct: bool = False,
         touch_age_s: float = 1.0,
+        lookups_at_once: int | None = None,
     ) -> None:
         self._durable = durability == "data"
         self._directory = NamespaceDirectory(root, namespace, description, self._durable)
@@ -82,6 +86,11 @@ class FilesTier:
         self._drafts = Drafts(self._directory, self._space, self._durable, direct)
         self._direct = direct
         self._touch_age_s = touch_age_s
+        self._lookups = (
+            contextlib.nullcontext()
+            if lookups_at_once is None
+            else threading.BoundedSemaphore(lookups_at_once)
+        )
         self._removed = 0
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -98,10 +107,11 @@ class FilesTier:
             return [False] * len(keys)
         try:
             self._directory.hold_again(os.fstat(descriptor))
-            found = [
-                access(f"{name[:FAN_OUT_DIGITS]}/{name}", os.F_OK, dir_fd=descriptor)
-                for name in names
-            ]
+            with self._lookups:
+                found = [
+                    access(f"{name[:FAN_OUT_DIGITS]}/{name}", os.F_OK, dir_fd=descriptor)
+                    for name in names
+                ]
             if not all(found):
                 # `access` says no to every error: one honest question tells absent from broken
                 name = names[found.index(False)]

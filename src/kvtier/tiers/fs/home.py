@@ -38,6 +38,8 @@ _TOTALS_OF_BOTH = ("evicted_blocks",)  # an owner of segments evicts, and so doe
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
+_LOOKUPS_LOCAL = 2
+
 _TOUCH_AGE_LOCAL_S = 1.0
 _TOUCH_AGE_SHARED_S = 60.0  # writing a use down costs a round trip there
 
@@ -130,6 +132,7 @@ class _Opened:
         direct = probe_direct(root)
         self._direct = settings.direct != "off" and direct.works
         self._touch_age_s = _TOUCH_AGE_SHARED_S if medium.shared else _TOUCH_AGE_LOCAL_S
+        self._lookups_at_once = None if medium.shared else _LOOKUPS_LOCAL
         bounds = settings.bounds_of(root)
         if settings.direct == "on" and not direct.works:
             raise TierError(f"{root} takes no direct I/O ({direct.reason}): set direct to auto")
@@ -173,6 +176,7 @@ class _Opened:
                 self._settings.durability,
                 self._direct,
                 self._touch_age_s,
+                self._lookups_at_once,
             )
         tier = SegmentsTier(
             self._root,
