@@ -254,7 +254,7 @@ def test_logs_come_out_here(stage: Stage, caplog: pytest.LogCaptureFixture):
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_for_everybody_do_not_end_it_before_the_engine_is_done(stage: Stage, number: int):
     driver = stage.make()
     stage.submit(driver, "store", 1, 1)
@@ -263,7 +263,8 @@ def test_signals_for_everybody_do_not_end_it_before_the_engine_is_done(stage: St
     stage.submit(driver, "store", 2, 2)
     assert stage.done(driver, 2).ok == {key_of(2)}
     assert driver.pid is not None
-    assert os.getsid(driver.pid) == driver.pid, "a terminal's signals do not reach it"
+    assert os.getpgid(driver.pid) == driver.pid, "a terminal's signals do not reach it"
+    assert os.getsid(driver.pid) == os.getsid(0), "it is scheduled beside the engine"
 
 
 def program(folder: Path, body: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier.tiers.fs.marker import mark
+
 pytestmark = pytest.mark.engine
 
 
@@ -13,7 +15,9 @@ def scripted(root):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("requests")
+    root = tmp_path_factory.mktemp("requests")
+    mark(root, "files")  # as the scripted tier keeps blocks
+    return root
 
 
 @pytest.fixture(scope="module")

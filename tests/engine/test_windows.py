@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from small_engines import BLOCK
 
+from kvtier.tiers.fs.marker import mark
+
 pytestmark = pytest.mark.engine
 
 WINDOW = 64
@@ -15,7 +17,9 @@ WINDOW_BLOCKS = -(-(WINDOW - 1) // BLOCK)
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("windows")
+    root = tmp_path_factory.mktemp("windows")
+    mark(root, "files")  # as the scripted tier keeps blocks
+    return root
 
 
 def scripted(root):

@@ -5,7 +5,8 @@ multiprocessing: vLLM's processes are daemonic there and may have no such childr
 client libraries and CUDA break. The vfork behind it holds the GIL until the new program runs, about
 0.2 ms whatever the memory of the engine.
 
-A session of its own keeps away what a terminal sends to the engine's process group.
+A process group of its own keeps away what a terminal sends to the engine's. Not a session: Linux
+schedules sessions as groups, and beside an engine that spins one of its own got no processor at all.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class TierProcess:
                     stdout=_STDERR,  # what a library prints must not mix with the engine's output
                     pass_fds=(theirs.fileno(), region_fd),
                     env=_environment(),
-                    start_new_session=True,
+                    process_group=0,
                 )
         except BaseException:
             self._socket.close()

@@ -270,7 +270,7 @@ def main() -> None:
         os.set_inheritable(descriptor, False)
     sock = socket.socket(fileno=options.socket)
     Orphan(options.parent, sock)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
         comm.write(f"kvtier-{options.name}"[:_COMM_BYTES])
