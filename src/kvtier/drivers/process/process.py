@@ -6,7 +6,7 @@ client libraries and CUDA break. The vfork behind it holds the GIL until the new
 0.2 ms whatever the memory of the engine.
 
 A process group of its own keeps away what a terminal sends to the engine's. Not a session: Linux
-schedules sessions as groups, and beside an engine that spins one of its own got no processor at all.
+schedules sessions as groups, and beside an engine that spins one of its own got no processor.
 """
 
 from __future__ import annotations
