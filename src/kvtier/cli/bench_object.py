@@ -10,10 +10,16 @@ import typer
 from rich.console import Console
 
 from kvtier.cli.admin_output import Json, exit_codes, messages_console, print_json
+from kvtier.cli.bench_plan import (
+    IN_FLIGHT,
+    QUICK_IN_FLIGHT,
+    QUICK_SIZES,
+    SIZES,
+    plan_of,
+    tier_options,
+)
 from kvtier.cli.bench_remote import Plan, measure
 from kvtier.cli.bench_report import Row, rows_json, rows_table
-from kvtier.config import parse_size
-from kvtier.errors import ConfigError
 from kvtier.tiers.registry import decode_settings, load_tier_type
 
 if TYPE_CHECKING:
@@ -21,14 +27,6 @@ if TYPE_CHECKING:
 
     from kvtier.tiers.object.settings import ObjectSettings
     from kvtier.tiers.object.store import AnyStore, ObjectStore
-
-SIZES = "64KiB,512KiB,2MiB,8MiB"
-IN_FLIGHT = "1,8,64"
-QUICK_SIZES = "64KiB,2MiB"
-QUICK_IN_FLIGHT = "1,16"
-
-_SIZE_MAX = 256 << 20
-_IN_FLIGHT_MAX = 1024
 
 
 def bench_object(
@@ -67,17 +65,7 @@ def bench_object(
     with exit_codes(messages):
         options = tier_options(url, option or [])
         options["url"] = f"{url.rstrip('/')}/kvtier-bench-{secrets.token_hex(6)}"
-        plan = Plan(
-            "object",
-            options,
-            _numbers(sizes or (QUICK_SIZES if quick else SIZES), "--sizes", _SIZE_MAX),
-            _numbers(
-                in_flight or (QUICK_IN_FLIGHT if quick else IN_FLIGHT),
-                "--in-flight",
-                _IN_FLIGHT_MAX,
-            ),
-            seconds,
-        )
+        plan = plan_of("object", options, sizes, in_flight, seconds, quick=quick)
         with messages.status("bench") as status:
             rows = measure_object(plan, status.update)
     if json:
@@ -120,46 +108,6 @@ def delete_all(store: ObjectStore) -> None:
             obstore.delete(client, [entry["path"] for entry in page])
 
     store.ask("deleting", delete)
-
-
-def tier_options(url: str, pairs: list[str]) -> dict[str, object]:
-    """The tier's options from `name=value` pairs, with values as the settings want them.
-
-    Raises:
-        ConfigError: a pair is none.
-    """
-    options: dict[str, object] = {"url": url}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"--option = {pair!r} must be NAME=VALUE, such as allow_http=true")
-        options[name] = _value(text)
-    return options
-
-
-def _value(text: str) -> object:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _numbers(text: str, option: str, most: int) -> list[int]:
-    try:
-        numbers = sorted({parse_size(_size(part), option) for part in text.split(",")})
-    except ConfigError:
-        numbers = [0]
-    if not 1 <= numbers[0] <= numbers[-1] <= most:
-        raise ConfigError(f"{option} = {text!r} must be numbers from 1 to {most}, such as {SIZES}")
-    return numbers
-
-
-def _size(part: str) -> int | str:
-    return int(part) if part.strip().isdecimal() else part
 
 
 class _BareObjects:

@@ -19,28 +19,27 @@ from rich.console import Console
 
 from kvtier.cli.admin_output import Json, exit_codes, messages_console, print_json
 from kvtier.cli.bench_fs_jobs import filled_region
-from kvtier.cli.bench_object import tier_options
+from kvtier.cli.bench_plan import (
+    IN_FLIGHT,
+    QUICK_IN_FLIGHT,
+    QUICK_SIZES,
+    SIZES,
+    plan_of,
+    tier_options,
+)
 from kvtier.cli.bench_remote import Plan, RemoteJobs, fresh_keys, shape_text
 from kvtier.cli.bench_report import Row, rows_json, rows_table
-from kvtier.config import parse_size
 from kvtier.core.types import Slot
-from kvtier.errors import ConfigError
 from kvtier.tiers.registry import decode_settings, load_tier_type
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from kvtier.region import Region
     from kvtier.tiers.valkey.connections import Connections
     from kvtier.tiers.valkey.settings import Endpoint, ValkeySettings
 
-SIZES = "64KiB,512KiB,2MiB,8MiB"
-IN_FLIGHT = "1,8,64"
-QUICK_SIZES = "64KiB,2MiB"
-QUICK_IN_FLIGHT = "1,16"
 
-_SIZE_MAX = 256 << 20
-_IN_FLIGHT_MAX = 1024
 _ROUNDS = range(3, 50)
 _TICKS = 1000
 _SCAN = "1000"
@@ -82,17 +81,7 @@ def bench_valkey(
         options = tier_options(url, option or [])
         options["key_prefix"] = f"kvtier-bench-{secrets.token_hex(6)}:"
         options["on_unavailable"] = "fail"
-        plan = Plan(
-            "valkey",
-            options,
-            _numbers(sizes or (QUICK_SIZES if quick else SIZES), "--sizes", _SIZE_MAX),
-            _numbers(
-                in_flight or (QUICK_IN_FLIGHT if quick else IN_FLIGHT),
-                "--in-flight",
-                _IN_FLIGHT_MAX,
-            ),
-            seconds,
-        )
+        plan = plan_of("valkey", options, sizes, in_flight, seconds, quick=quick)
         with messages.status("bench") as status:
             rows = measure_valkey(plan, status.update)
     if json:
@@ -238,14 +227,3 @@ def _tick_row(kind: str, jobs: RemoteJobs, count: int) -> Row:
         *(f"{kind} main thread tick p99", worst[True], "us late", worst[False]),
         *("idle run", "lower"),
     )
-
-
-def _numbers(text: str, option: str, most: int) -> Sequence[int]:
-    try:
-        words = (part.strip() for part in text.split(","))
-        numbers = sorted({parse_size(int(w) if w.isdecimal() else w, option) for w in words})
-    except ConfigError:
-        numbers = [0]
-    if not 1 <= numbers[0] <= numbers[-1] <= most:
-        raise ConfigError(f"{option} = {text!r} must be numbers from 1 to {most}, such as {SIZES}")
-    return numbers

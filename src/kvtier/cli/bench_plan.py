@@ -1,0 +1,80 @@
+"""What a benchmark of a remote tier is asked to do, from its command line."""
+
+from __future__ import annotations
+
+from kvtier.cli.bench_remote import Plan
+from kvtier.config import parse_size
+from kvtier.errors import ConfigError
+
+SIZES = "64KiB,512KiB,2MiB,8MiB"
+IN_FLIGHT = "1,8,64"
+QUICK_SIZES = "64KiB,2MiB"
+QUICK_IN_FLIGHT = "1,16"
+
+_SIZE_MAX = 256 << 20
+_IN_FLIGHT_MAX = 1024
+
+
+def plan_of(
+    kind: str,
+    options: dict[str, object],
+    sizes: str | None,
+    in_flight: str | None,
+    seconds: float,
+    *,
+    quick: bool,
+) -> Plan:
+    """The plan; lists that were not given are those of a quick or a full run.
+
+    Raises:
+        ConfigError: a list has something else than numbers, or numbers that are not allowed.
+    """
+    return Plan(
+        kind,
+        options,
+        _numbers(sizes or (QUICK_SIZES if quick else SIZES), "--sizes", _SIZE_MAX),
+        _numbers(
+            in_flight or (QUICK_IN_FLIGHT if quick else IN_FLIGHT), "--in-flight", _IN_FLIGHT_MAX
+        ),
+        seconds,
+    )
+
+
+def tier_options(url: str, pairs: list[str]) -> dict[str, object]:
+    """The tier's options from `name=value` pairs, with values as the settings want them.
+
+    Raises:
+        ConfigError: a pair is none.
+    """
+    options: dict[str, object] = {"url": url}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--option = {pair!r} must be NAME=VALUE, such as allow_http=true")
+        options[name] = _value(text)
+    return options
+
+
+def _value(text: str) -> object:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _numbers(text: str, option: str, most: int) -> list[int]:
+    try:
+        numbers = sorted({parse_size(_size(part), option) for part in text.split(",")})
+    except ConfigError:
+        numbers = [0]
+    if not 1 <= numbers[0] <= numbers[-1] <= most:
+        raise ConfigError(f"{option} = {text!r} must be numbers from 1 to {most}, such as {SIZES}")
+    return numbers
+
+
+def _size(part: str) -> int | str:
+    return int(part) if part.strip().isdecimal() else part
