@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.tiers.fs.sizes import check_capacity, parse_capacity, parse_min_free
+from kvtier.tiers.fs.sizes import parse_capacity, parse_min_free
 
 GIB = 2**30
 MOUNT = 100 * GIB
@@ -59,12 +59,3 @@ def test_a_capacity_that_makes_no_sense_names_the_setting(value: object, advice:
 def test_all_of_a_mount_cannot_stay_free() -> None:
     with pytest.raises(ConfigError, match="nothing could ever be stored"):
         parse_min_free("100%", "min_free", MOUNT)
-
-
-def test_one_block_must_fit() -> None:
-    check_capacity(8192, 0, MOUNT, 8192, "capacity")
-    check_capacity(None, MOUNT - 8192, MOUNT, 8192, "capacity")
-    with pytest.raises(ConfigError, match="capacity = 8191 bytes, and one block takes 8192"):
-        check_capacity(8191, 0, MOUNT, 8192, "capacity")
-    with pytest.raises(ConfigError, match="Lower min_free"):
-        check_capacity(None, MOUNT - 8191, MOUNT, 8192, "capacity")

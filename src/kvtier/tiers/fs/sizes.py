@@ -92,38 +92,6 @@ def parse_min_free(value: object, setting: str, total_bytes: int) -> int:
     return size
 
 
-def check_capacity(
-    capacity_bytes: int | None,
-    min_free_bytes: int,
-    total_bytes: int,
-    block_bytes: int,
-    setting: str,
-) -> None:
-    """Whether at least one block fits.
-
-    Args:
-        capacity_bytes: as parsed.
-        min_free_bytes: as parsed.
-        total_bytes: size of the mount.
-        block_bytes: header and row of one block.
-        setting: path of the capacity, for the message.
-
-    Raises:
-        ConfigError: not one block fits.
-    """
-    room = total_bytes - min_free_bytes
-    if capacity_bytes is not None and capacity_bytes < block_bytes:
-        raise ConfigError(
-            f"{setting} = {capacity_bytes} bytes, and one block takes {block_bytes}: give at least "
-            f"that, better several thousand blocks"
-        )
-    if room < block_bytes:
-        raise ConfigError(
-            f"{setting}: the mount has {total_bytes} bytes, of which min_free keeps "
-            f"{min_free_bytes}; a block takes {block_bytes}. Lower min_free or mount a larger disk"
-        )
-
-
 def _share_of(value: object, setting: str, total_bytes: int) -> int | None:
     """Bytes of a share such as "80%"; None if it is no share."""
     match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
