@@ -81,12 +81,16 @@ class SegmentsMachine(RuleBasedStateMachine):
         assert gone == set(old[: len(gone)]), "another block was colder"
         assert len(gone) <= len(new), "more went than was needed"
         self.forget(gone)
-        # of those in a batch, what was there is used first, then the new ones come in order
-        for i in [*batch, *dict.fromkeys(i for i in batch if i in new)]:
-            if i in self.uses or i in new:
+        # what was there is used first, then the new ones come in order; one that is in the batch
+        # twice is there by then, and is used again
+        for i in batch:
+            if i not in new:
                 self.uses[i] = self.tick()
-        for i in new:
-            self.durable_uses[i] = self.uses[i]
+        for i in dict.fromkeys(i for i in batch if i in new):
+            self.uses[i] = self.durable_uses[i] = self.tick()
+        for position, i in enumerate(batch):
+            if i in new and i in batch[:position]:
+                self.uses[i] = self.tick()
 
     @rule(i=numbers)
     def read(self, i: int) -> None:
