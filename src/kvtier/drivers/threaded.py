@@ -65,8 +65,7 @@ class ThreadedDriver(SecondaryTierManager):
             it fails, that namespace's jobs fail, and it is tried again after 1 s, doubling to 60 s.
         num_threads: at least 2, since one of them serves stores first.
         tier: named by what the tier drops.
-        on_finished: called on any thread whenever `get_finished` has something new; must be quick,
-            and call nothing of the driver.
+        on_finished: called on any thread whenever `get_finished` has something new; must be quick.
         clock: seconds, monotonic.
         wall_clock_ns: nanoseconds since the epoch, for the envelopes' creation time.
     """
@@ -152,6 +151,7 @@ class ThreadedDriver(SecondaryTierManager):
                     self._end(job, job.num_keys - job.taken)
                 queue.clear()
             self._condition.notify_all()
+        self._on_finished()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -159,26 +159,27 @@ class ThreadedDriver(SecondaryTierManager):
 
     def _submit(self, job: _Job, queue: deque[_Job]) -> None:
         with self._condition:
-            if self._closing or job.num_keys == 0:
-                self._tell(Done(job.metadata.job_id))
+            if not self._closing and job.num_keys:
+                self._namespace = job.metadata.namespace
+                queue.append(job)
+                self._condition.notify(job.num_keys)
                 return
-            self._namespace = job.metadata.namespace
-            queue.append(job)
-            self._condition.notify(job.num_keys)
-
-    def _tell(self, completion: Completion) -> None:
-        self._finished.append(completion)
+            self._finished.append(Done(job.metadata.job_id))
         self._on_finished()
 
     def _end(
         self, job: _Job, count: int, ok: list[BlockKey] | None = None, fault: Fault | None = None
-    ) -> None:
-        """Count keys of a job as done with; the last ones end the job. Called under the lock."""
+    ) -> bool:
+        """Count keys of a job as done with; True if they were the last ones, so that the job ended.
+        Called under the lock.
+        """
         job.ok += ok or []
         job.ended += count
         job.fault = worse(job.fault, fault)
-        if job.ended == job.num_keys:
-            self._tell(Done(job.metadata.job_id, frozenset(job.ok), job.fault))
+        if job.ended < job.num_keys:
+            return False
+        self._finished.append(Done(job.metadata.job_id, frozenset(job.ok), job.fault))
+        return True
 
     def _serve(self, number: int) -> None:
         """Body of every thread."""
@@ -262,7 +263,9 @@ class ThreadedDriver(SecondaryTierManager):
                 self._count_failures(job.operation, cause_of(error), count)
         with self._condition:
             place.users -= 1
-            self._end(job, count, ok, fault)
+            ended = self._end(job, count, ok, fault)
+        if ended:
+            self._on_finished()
 
     def _look_up(self, tier: Tier, task: _Task) -> list[BlockKey]:
         keys = task.job.metadata.block_hashes[task.start : task.stop]
@@ -386,9 +389,9 @@ class ThreadedDriver(SecondaryTierManager):
             changed = any(self._counters.figures.get(name) != figures[name] for name in figures)
             self._counters.figures.update(figures)
             if dropped:
-                self._tell(Dropped(self._tier, dropped))
-            elif changed:
-                self._on_finished()
+                self._finished.append(Dropped(self._tier, dropped))
+        if dropped or changed:
+            self._on_finished()
 
     def _close_place(self, place: Place) -> None:
         if place.tier is None:

@@ -2,10 +2,11 @@
 
     python -P -m kvtier.drivers.process.serve NAME TYPE --parent PID --socket FD --region FD
 
-The main thread takes jobs, a `ThreadedDriver` runs them, a sender reports. The process lives as
-long as its parent: it ends when the socket does, or, if somebody else holds the socket's other end,
-when the parent's pidfd says so. Blocks that run then may end within `LAST_S`. Signals that are
-meant for all processes of a terminal or a service do not end it before the engine is done with it.
+The main thread takes jobs, a `ThreadedDriver` runs them, and the thread that ends a job reports it,
+or a sender where that would have to wait. The process lives as long as its parent: it ends when the
+socket does, or, if somebody else holds the socket's other end, when the parent's pidfd says so.
+Blocks that run then may end within `LAST_S`. Signals that are meant for all processes of a terminal
+or a service do not end it before the engine is done with it.
 """
 
 from __future__ import annotations
@@ -114,6 +115,9 @@ class Server:
         self._dropped: list[BlockKey] = []
         self._logs = Forwarding(self._news.set)
         self._driver: ThreadedDriver | None = None
+        self._sending = threading.Lock()
+        self._writable = select.poll()
+        self._writable.register(sock, select.POLLOUT)
         self._told = TierCounters()  # by the last report
 
     def start(self, start: Start, region_fd: int) -> None:
@@ -149,7 +153,7 @@ class Server:
             open_tier,
             tier_type.num_threads(settings),
             TierId(start.tier),
-            self._news.set,
+            self._report_at_once,
         )
 
     def serve(self) -> None:
@@ -192,21 +196,36 @@ class Server:
         else:
             driver.submit_store(metadata)
 
+    def _report_at_once(self) -> None:
+        """Report on the thread that has news, which saves a change of threads; if that would have
+        to wait, the sender does it.
+        """
+        if self._driver is None or not self._sending.acquire(blocking=False):
+            self._news.set()
+            return
+        try:
+            if self._writable.poll(0):
+                self._send(self._news_of(self._driver.get_finished()))
+            else:
+                self._news.set()
+        except OSError:
+            pass  # the main thread notices as well
+        finally:
+            self._sending.release()
+
     def _report(self) -> None:
-        """Body of the sender: one report per piece of news, and a beat while there are jobs."""
+        """Body of the sender: what nobody else reported, and a beat while there are jobs."""
         driver = self._driver
         assert driver is not None, "started"
-        writable = select.poll()
-        writable.register(self._sock, select.POLLOUT)
         while True:
             news = self._news.wait(BEAT_S)
             self._news.clear()
             closing = self._closing.is_set()
-            # a beat that nobody reads is not worth waiting for
-            if not news and not (self._keys and writable.poll(0)):
-                continue
             try:
-                self._send(self._news_of(driver.get_finished()))
+                with self._sending:
+                    # a beat that nobody reads is not worth waiting for
+                    if news or (self._keys and self._writable.poll(0)):
+                        self._send(self._news_of(driver.get_finished()))
             except OSError:
                 return  # the main thread notices as well
             if closing:
