@@ -10,6 +10,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,8 @@ def state_of(pid: int) -> str:
     """One letter per thread; D is uninterruptible sleep."""
     states = ""
     for task in Path(f"/proc/{pid}/task").iterdir():
-        states += (task / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+            states += (task / "stat").read_text().rsplit(")", 1)[1].split()[0]
     return states
 
 

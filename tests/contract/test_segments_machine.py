@@ -217,6 +217,4 @@ class SegmentsMachine(RuleBasedStateMachine):
 
 
 TestSegmentsMachine = SegmentsMachine.TestCase
-TestSegmentsMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, print_blob=True
-)
+TestSegmentsMachine.settings = settings(max_examples=60, stateful_step_count=40)

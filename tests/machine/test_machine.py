@@ -50,10 +50,7 @@ def test_machine(machine: type[TieringMachine]) -> None:
             max_examples=int(EXAMPLES or 200),
             stateful_step_count=40,
             derandomize=EXAMPLES is None,
-            database=None,
-            deadline=None,
             phases=phases,
-            print_blob=True,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -216,7 +216,7 @@ class Truth(RuleBasedStateMachine):
         assert self.accounts.granted == self.truth()
 
 
-Truth.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+Truth.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
 TestTruth = Truth.TestCase
 
 

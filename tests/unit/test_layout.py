@@ -107,7 +107,7 @@ def row_layout(model: list[list[Attention | Latent]], tp: int, rank: int, per_ch
     return RowLayout(tuple(groups), per_chunk)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(models, POWERS, POWERS, st.integers(1, 3), st.integers(0, 7), st.integers(0, 2**32 - 1))
 def test_what_some_ranks_gather_others_scatter(model, tp_from, tp_to, per_chunk, slot, seed):
     random = np.random.default_rng(seed)

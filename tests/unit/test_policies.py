@@ -133,7 +133,7 @@ class TestEveryPolicy:
 
     @ALL
     @given(data=st.data(), capacity=st.integers(1, 12))
-    @settings(max_examples=150, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=150)
     def test_holds_exactly_the_evictable(
         self, make: MakePolicy, data: st.DataObject, capacity: int
     ) -> None:
@@ -394,7 +394,7 @@ class TestS3FIFO:
 
     @pytest.mark.parametrize("capacity", [1, 2, 9, 10, 25])
     @given(trace=st.lists(st.integers(0, 40), max_size=400))
-    @settings(max_examples=100, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=100)
     def test_equals_the_reference(self, capacity: int, trace: list[int]) -> None:
         compare(S3FIFO(capacity), capacity, trace, s3fifo_reference(capacity, trace))
 
@@ -506,7 +506,7 @@ class TestARC:
 
     @pytest.mark.parametrize("capacity", [1, 2, 9, 10, 25])
     @given(trace=st.lists(st.integers(0, 40), max_size=400))
-    @settings(max_examples=100, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=100)
     def test_equals_the_reference(self, capacity: int, trace: list[int]) -> None:
         compare(ARC(capacity), capacity, trace, arc_reference(capacity, trace))
 

@@ -35,7 +35,7 @@ def stored_by(groups: Groups, stored: int, prompt: range) -> set[BlockKey]:
     return keys
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(mixes(), st.integers(1, 12), st.integers(0, 3), st.data())
 def test_a_hit_is_as_long_as_from_endless_memory(
     groups: Groups, stored: int, more: int, data: st.DataObject

@@ -134,7 +134,7 @@ def plan_of(planner: CopyPlanner, job: Job, *, store: bool) -> CopyPlan:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(layouts(), st.data(), st.booleans(), st.integers(0, 2**31))
 def test_a_plan_moves_what_the_dumb_loop_moves(drawn, data, store, seed):
     layout, strides, _ = drawn
@@ -159,7 +159,7 @@ def bytes_of(plan: CopyPlan) -> list[tuple[int, int]]:
     return [(source + i, target + i) for source, target, size in pieces for i in range(size)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(layouts(), st.data(), st.booleans())
 def test_joining_pieces_changes_no_byte(drawn, data, store):
     layout, strides, _ = drawn
@@ -174,7 +174,7 @@ def test_joining_pieces_changes_no_byte(drawn, data, store):
     assert len(joined.size) <= len(apart.size)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(layouts(), st.data(), st.integers(1, 4))
 def test_the_writers_of_a_page_take_turns(drawn, data, writers):
     """Every byte of a row is written by exactly one of the ranks that hold it."""

@@ -49,7 +49,7 @@ def both(sizes: list[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
     return results[0], wanted
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(0, 2**31))
 def test_both_ways_of_copying_agree(sizes: list[int], seed: int):
     copied, wanted = both(sizes, seed)
@@ -62,7 +62,7 @@ def test_more_pieces_than_a_call_takes(count: int):
     assert (copied == wanted).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=40),
     st.integers(1, 400),

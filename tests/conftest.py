@@ -1,0 +1,18 @@
+"""How properties are searched: the same examples in every run, or, with
+`--hypothesis-profile=search`, other ones each time.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "fixed",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("search", settings.get_profile("fixed"), derandomize=False)
+settings.load_profile("fixed")
