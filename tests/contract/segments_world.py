@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 import kvtier
 from kvtier.errors import MissingBlockError
 from kvtier.testing.blocks import NAMESPACE, block_of, key_of
@@ -15,7 +17,7 @@ from kvtier.tiers.fs.segments import SegmentsTier
 from kvtier.tiers.fs.segments.store import STORES_NAME, store_directories
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 SMALL = 8192
 """Length of a block here: a header and a page."""
@@ -54,15 +56,14 @@ def put(tier: SegmentsTier, *numbers: int, length: int = SMALL) -> None:
             raise error
 
 
-def buffers(content: bytes) -> tuple[memoryview, memoryview]:
+def buffers(content: bytes | bytearray) -> tuple[memoryview, memoryview]:
     view = memoryview(content)
     return view[:4096], view[4096:]
 
 
 def get(tier: SegmentsTier, i: int, length: int = SMALL) -> bytes:
     into = bytearray(length)
-    view = memoryview(into)
-    tier.read(key_of(i), (view[:4096], view[4096:]))
+    tier.read(key_of(i), buffers(into))
     return bytes(into)
 
 
@@ -116,3 +117,10 @@ def python(code: str, *arguments: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[SegmentsTier]:
+    tier = open_tier(tmp_path)
+    yield tier
+    tier.close()
