@@ -1,3 +1,5 @@
+"""The files layout: the contracts, and a block as a file on the disk."""
+
 from __future__ import annotations
 
 import errno
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from files_world import file_of, files_under, get, put
 
 import kvtier
 from kvtier.errors import MissingBlockError
@@ -26,9 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NOBODY = 65534
-
-put = TierContract.put
-get = TierContract.get
 
 
 class FilesContract(TierContract):
@@ -70,16 +70,6 @@ def tier(tmp_path: Path) -> Iterator[FilesTier]:
     tier.close()
 
 
-def file_of(root: Path, i: int) -> Path:
-    """Where the layout puts a block: written down here a second time, as a reader of it would."""
-    name = key_of(i).hex()
-    return root / NAMESPACE / name[:3] / name
-
-
-def files_under(root: Path) -> list[Path]:
-    return [path for path in root.rglob("*") if not path.is_dir() and path.name != "namespace.json"]
-
-
 def is_held(root: Path) -> bool:
     """Whether somebody has the namespace open, told as a sweeper would."""
     with (root / NAMESPACE / "namespace.json").open() as file:
@@ -88,17 +78,6 @@ def is_held(root: Path) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-def python(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """A child that runs `code`, with kvtier to import and its output to read."""
-    source = str(Path(kvtier.__file__).parents[1])
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": source},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
 
 
 # --- the back door: the file itself

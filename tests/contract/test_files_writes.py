@@ -1,101 +1,31 @@
-"""Writes of the files layout: killed, refused, cut short; what they take and give back."""
+"""Writes of the files layout: batches, what they take and give back, and last uses."""
 
 from __future__ import annotations
 
 import errno
 import os
-import random
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from files_world import (
+    DURABILITIES,
+    Counted,
+    bytes_under,
+    file_of,
+    files_under,
+    get,
+    put,
+    write_many,
+)
 
-import kvtier
-from kvtier.envelope import HEADER_BYTES
 from kvtier.errors import MissingBlockError, TierFullError
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
-from kvtier.testing.contract import TierContract
 from kvtier.tiers.fs.files import Durability, FilesTier
-from kvtier.tiers.fs.temporary import is_stale_temp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kvtier.core.types import BlockKey
-
-put = TierContract.put
-get = TierContract.get
-
-DURABILITIES: tuple[Durability, ...] = ("none", "data")
-
-
-class Counted:
-    """Room for so many bytes, and what is taken of it."""
-
-    def __init__(self, room: int = 1 << 40) -> None:
-        self.room = room
-        self.taken = 0
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> bool:
-        with self._lock:
-            if self.taken + nbytes > self.room:
-                return False
-            self.taken += nbytes
-            return True
-
-    def give_back(self, nbytes: int) -> None:
-        with self._lock:
-            self.taken -= nbytes
-
-    def owed(self) -> int:
-        return 0
-
-
-def file_of(root: Path, i: int) -> Path:
-    name = key_of(i).hex()
-    return root / NAMESPACE / name[:3] / name
-
-
-def files_under(root: Path) -> list[Path]:
-    return [path for path in root.rglob("*") if not path.is_dir() and path.name != "namespace.json"]
-
-
-def bytes_under(root: Path) -> int:
-    return sum(path.stat().st_size for path in files_under(root))
-
-
-def sweep(root: Path, now: float) -> int:
-    """Remove what a sweeper may; how many files."""
-    stale = [path for path in files_under(root) if is_stale_temp(path.name, path.stat(), now)]
-    for path in stale:
-        path.unlink()
-    return len(stale)
-
-
-def cut(key: BlockKey, nbytes: int = BLOCK_BYTES) -> tuple[memoryview, memoryview]:
-    content = memoryview(block_of(key, nbytes))
-    return content[:HEADER_BYTES], content[HEADER_BYTES:]
-
-
-def write_many(tier: FilesTier, numbers: Sequence[int]) -> list[BaseException | None]:
-    keys = [key_of(i) for i in numbers]
-    return tier.write_batch(keys, [cut(key) for key in keys])
-
-
-def python(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """A child that runs `code`, with kvtier to import and its output to read."""
-    source = str(Path(kvtier.__file__).parents[1])
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": source},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    from collections.abc import Callable
 
 
 # --- batches
@@ -170,195 +100,6 @@ def test_nothing_is_synced_without_durability(
     monkeypatch.setattr(os, "fdatasync", refuse)
     tier = FilesTier(tmp_path, NAMESPACE)
     assert write_many(tier, range(3)) == [None] * 3
-
-
-# --- refusals of the medium
-
-ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.EROFS, errno.ESTALE)
-
-
-@pytest.mark.parametrize("number", ERRNOS)
-@pytest.mark.parametrize("call", ["open", "pwritev", "fdatasync", "close", "rename"])
-@pytest.mark.parametrize("direct", [False, True])
-def test_a_refused_write_raises_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str, direct: bool
-) -> None:
-    """The kernel refuses one call of a write; then it does no more, and the next write works."""
-    space = Counted()
-    tier = FilesTier(tmp_path, NAMESPACE, space=space, durability="data", direct=direct)
-    put(tier, key_of(2))
-    before = len(os.listdir("/proc/self/fd"))
-    with monkeypatch.context() as patched:
-        inner: Callable[..., Any] = getattr(os, call)
-
-        def refuse(*arguments: Any) -> Any:
-            if call == "close":
-                inner(*arguments)
-            raise OSError(number, os.strerror(number))
-
-        patched.setattr(os, call, refuse)
-        with pytest.raises(OSError, match=r".") as caught:
-            put(tier, key_of(1))
-        assert caught.value.errno == number
-    assert files_under(tmp_path) == [file_of(tmp_path, 2)]
-    assert space.taken == BLOCK_BYTES
-    assert len(os.listdir("/proc/self/fd")) == before
-    put(tier, key_of(1))
-    assert get(tier, key_of(1)) == block_of(key_of(1))
-
-
-def test_what_cannot_be_removed_is_left_to_the_sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    space = Counted()
-    tier = FilesTier(tmp_path, NAMESPACE, space=space)
-
-    def refuse(*arguments: Any, **_: Any) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "rename", refuse)
-        patched.setattr(os, "unlink", refuse)
-        with pytest.raises(OSError, match="Read-only"):
-            put(tier, key_of(1))
-    (temp,) = files_under(tmp_path)
-    assert temp.name.endswith(".tmp")
-    assert space.taken == 0
-    assert sweep(tmp_path, now=1e12) == 0, "this process lives and might be writing it"
-
-
-def test_a_directory_that_cannot_be_synced_fails_its_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    space = Counted()
-    tier = FilesTier(tmp_path, NAMESPACE, space=space, durability="data")
-    put(tier, key_of(1))
-    put(tier, key_of(2))
-    os.unlink(file_of(tmp_path, 1))
-    bad = os.stat(file_of(tmp_path, 1).parent).st_ino
-    inner = os.fsync
-
-    def refuse(descriptor: int) -> None:
-        if os.fstat(descriptor).st_ino == bad:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        inner(descriptor)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", refuse)
-        outcomes = write_many(tier, (1, 3))
-    assert isinstance(outcomes[0], OSError)
-    assert outcomes[1] is None
-    assert get(tier, key_of(1)) == block_of(key_of(1)), "it is there all the same"
-
-
-LIMITED = """
-import errno, resource, sys
-from pathlib import Path
-from kvtier.testing.blocks import NAMESPACE, block_of, key_of
-from kvtier.tiers.fs.files import FilesTier
-tier = FilesTier(Path(sys.argv[1]), NAMESPACE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-content = memoryview(block_of(key_of(1), 300_000))
-try:
-    tier.write(key_of(1), (content[:4096], content[4096:]))
-except OSError as error:
-    print(errno.errorcode[error.errno])
-tier.write(key_of(2), (memoryview(block_of(key_of(2), 100_000)),))
-print(*tier.exists([key_of(1), key_of(2)]))
-"""
-
-
-def test_a_write_that_is_cut_short_leaves_nothing(tmp_path: Path) -> None:
-    """The limit lets a first write through in part, so that the rest has to be written too."""
-    with python(LIMITED, tmp_path) as child:
-        assert child.stdout is not None
-        assert child.stdout.read().split() == ["EFBIG", "False", "True"]
-    assert files_under(tmp_path) == [file_of(tmp_path, 2)]
-
-
-DESCRIPTORS = """
-import errno, os, resource, sys
-from pathlib import Path
-from kvtier.testing.blocks import NAMESPACE, block_of, key_of
-from kvtier.tiers.fs.files import FilesTier
-tier = FilesTier(Path(sys.argv[1]), NAMESPACE, durability="data")
-blocks = [memoryview(block_of(key_of(i))) for i in range(30)]
-tier.write(key_of(0), (blocks[0],))
-held = len(os.listdir("/proc/self/fd")) - 1
-resource.setrlimit(resource.RLIMIT_NOFILE, (held + int(sys.argv[2]), 4096))
-for move in (
-    lambda: tier.read(key_of(0), (memoryview(bytearray(65536)),)),
-    lambda: tier.exists([key_of(0), key_of(1)]),
-    lambda: tier.write(key_of(1), (blocks[1],)),
-):
-    try:
-        move()
-        print("ok")
-    except OSError as error:
-        print(errno.errorcode[error.errno])
-outcomes = tier.write_batch([key_of(i) for i in range(2, 30)], [(b,) for b in blocks[2:]])
-print(sum(o is not None for o in outcomes))
-resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
-outcomes = tier.write_batch([key_of(i) for i in range(30)], [(b,) for b in blocks])
-print(sum(o is not None for o in outcomes))
-"""
-
-
-@pytest.mark.parametrize(("spare", "expected"), [(0, "EMFILE EMFILE EMFILE 28 0"), (1, "ok ok ok")])
-def test_a_lack_of_descriptors_passes(tmp_path: Path, spare: int, expected: str) -> None:
-    with python(DESCRIPTORS, tmp_path, spare) as child:
-        assert child.stdout is not None
-        words = child.stdout.read().split()
-    assert " ".join(words).startswith(expected)
-    assert words[-1] == "0", "all is well once there are some"
-    assert sorted(files_under(tmp_path)) == sorted(file_of(tmp_path, i) for i in range(30))
-
-
-@pytest.mark.parametrize("durability", DURABILITIES)
-def test_a_full_disk_leaves_nothing(tmp_path: Path, durability: Durability) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", tmp_path],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip("a tmpfs cannot be mounted")
-    try:
-        space = Counted()
-        tier = FilesTier(tmp_path, NAMESPACE, space=space, durability=durability)
-        outcomes = write_many(tier, range(10))
-        kept = [i for i in range(10) if outcomes[i] is None]
-        refused = [o.errno for o in outcomes if isinstance(o, OSError)]
-        assert 1 <= len(kept) < 8
-        assert refused == [errno.ENOSPC] * (10 - len(kept))
-        assert sorted(files_under(tmp_path)) == sorted(file_of(tmp_path, i) for i in kept)
-        assert space.taken == bytes_under(tmp_path)
-        tier.delete(key_of(kept[0]))
-        put(tier, key_of(30))
-        assert get(tier, key_of(30)) == block_of(key_of(30))
-        tier.close()
-    finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)
-
-
-@pytest.mark.parametrize("direct", [False, True])
-def test_short_reads_and_writes_are_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
-) -> None:
-    """The kernel may move less than asked for; here it never moves more than 5,000 bytes, which
-    direct I/O then refuses in the middle of a block.
-    """
-    tier = FilesTier(tmp_path, NAMESPACE, direct=direct)
-    whole_read, whole_write = os.preadv, os.pwritev
-
-    def part(buffers: list[memoryview]) -> list[memoryview]:
-        return [next(view for view in buffers if view.nbytes)[:5000]]
-
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: whole_read(fd, part(views), at))
-    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: whole_write(fd, part(views), at))
-    put(tier, key_of(1))
-    assert file_of(tmp_path, 1).read_bytes() == block_of(key_of(1))
-    assert get(tier, key_of(1)) == block_of(key_of(1))
 
 
 # --- room
@@ -464,101 +205,3 @@ def test_a_use_that_cannot_be_written_down_is_a_use(
 
     monkeypatch.setattr(os, "utime", refuse)
     assert get(tier, key_of(1)) == block_of(key_of(1))
-
-
-# --- killed writers
-
-WRITER = """
-import sys, itertools
-from pathlib import Path
-from kvtier.testing.blocks import NAMESPACE, block_of, key_of
-from kvtier.tiers.fs.files import FilesTier
-tier = FilesTier(
-    Path(sys.argv[1]), NAMESPACE, durability=sys.argv[4], direct=sys.argv[5] == "True"
-)
-for i in itertools.count(int(sys.argv[2]), 2):
-    blocks = [memoryview(block_of(key_of(n), int(sys.argv[3]))) for n in (i, i + 1)]
-    print(i, flush=True)
-    tier.write_batch([key_of(i), key_of(i + 1)], [(b[:4096], b[4096:]) for b in blocks])
-"""
-
-
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("durability", DURABILITIES)
-def test_a_killed_writer_leaves_whole_blocks_or_nothing(
-    tmp_path: Path, durability: Durability, direct: bool
-) -> None:
-    block_bytes = 4 << 20  # a write that takes a while
-    chance = random.Random(1)
-    numbers = {}
-    blocks: set[Path] = set()
-    temps: set[Path] = set()
-    for attempt in range(60):
-        if attempt >= 5 and temps:
-            break  # one kill at least was in the middle of a write
-        first = 100 * attempt
-        numbers |= {key_of(i).hex(): i for i in range(first, first + 100)}
-        writer = python(WRITER, tmp_path, first, block_bytes, durability, direct)
-        assert writer.stdout is not None
-        with writer:
-            for _ in range(chance.randint(1, 6)):
-                assert writer.stdout.readline()
-            # into the write that was announced, at no particular place of it
-            threading.Event().wait(chance.random() * 0.008)
-            writer.kill()
-        assert writer.returncode == -signal.SIGKILL
-        found = set(files_under(tmp_path))
-        temps = {path for path in found if path.name.endswith(".tmp")}
-        for path in found - temps - blocks:
-            content = block_of(key_of(numbers[path.name]), block_bytes)
-            assert path.read_bytes() == content, "a torn block"
-        blocks = found - temps
-    assert blocks, "no block was finished"
-    assert temps, "no kill hit a write"
-    assert sweep(tmp_path, now=0) == len(temps), "young, but their writers are dead"
-    assert set(files_under(tmp_path)) == blocks
-
-
-STOPPED = """
-import os, sys
-from pathlib import Path
-from kvtier.testing.blocks import NAMESPACE, block_of, key_of
-from kvtier.tiers.fs.files import FilesTier
-tier = FilesTier(Path(sys.argv[1]), NAMESPACE, durability="data")
-tier.write(key_of(0), (memoryview(block_of(key_of(0))),))
-name, when, inner = sys.argv[2], sys.argv[3], getattr(os, sys.argv[2])
-def stop(*arguments, **named):
-    if when == "after":
-        inner(*arguments, **named)
-    os.write(1, b"now\\n")
-    os.read(0, 1)
-setattr(os, name, stop)
-tier.write(key_of(1), (memoryview(block_of(key_of(1))),))
-"""
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("call", ["open", "pwritev", "fdatasync", "close", "rename", "fsync"])
-def test_a_writer_killed_at_each_step(tmp_path: Path, call: str, when: str) -> None:
-    """While it lives its file is not swept; once it is dead it is, and the key can be written."""
-    source = str(Path(kvtier.__file__).parents[1])
-    with subprocess.Popen(
-        [sys.executable, "-c", STOPPED, tmp_path, call, when],
-        env={**os.environ, "PYTHONPATH": source},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"now\n"
-        during = sorted(files_under(tmp_path))
-        assert sweep(tmp_path, now=1e12) == 0, "a living writer's"
-        writer.kill()
-    tier = FilesTier(tmp_path, NAMESPACE)
-    published = call == "fsync" or (call, when) == ("rename", "after")
-    opened = (call, when) != ("open", "before")
-    assert len(during) == 1 + opened
-    assert tier.exists([key_of(0), key_of(1)]) == [True, published]
-    assert sweep(tmp_path, now=0) == (opened and not published)
-    put(tier, key_of(1))
-    assert get(tier, key_of(1)) == block_of(key_of(1))
-    assert sorted(files_under(tmp_path)) == sorted(file_of(tmp_path, i) for i in (0, 1))
