@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import catalog_world
 import pytest
+from catalog_world import keys, listed, nothing
 
-from kvtier.core.types import BlockKey
 from kvtier.envelope import HEADER_BYTES, seal
 from kvtier.errors import MissingBlockError
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
@@ -23,6 +24,8 @@ from kvtier.tiers.fs.catalog_verify import envelope_of, verify_blocks
 from kvtier.tiers.fs.files import FilesTier
 from kvtier.tiers.fs.page_buffer import PageBuffer
 from kvtier.tiers.fs.segments import SegmentsTier
+
+root = catalog_world.root
 
 LAYOUTS = {"files": FilesTier, "segments": SegmentsTier}
 DESCRIPTION = {"label": "both", "facts": {"layout": {"row_bytes": BLOCK_BYTES}}}
@@ -90,17 +93,6 @@ def layout(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    directory = tmp_path / "root"
-    directory.mkdir()
-    return directory
-
-
-def nothing(_: int) -> None:
-    pass
-
-
 def fill(root: Path, layout: str, blocks: range) -> None:
     """Blocks that a tier stored, in the order of their numbers; it has closed."""
     tier = LAYOUTS[layout](root, NAMESPACE, DESCRIPTION)
@@ -108,19 +100,6 @@ def fill(root: Path, layout: str, blocks: range) -> None:
         row = memoryview(block_of(key_of(i)))
         tier.write(key_of(i), (memoryview(seal(NAMESPACE, key_of(i), row, 1000 + i)), row))
     tier.close()
-
-
-def listed(root: Path, findings: Findings | None = None):
-    findings = findings or Findings()
-    return [
-        (entry, blocks, block)
-        for entry in Catalog([root]).namespaces(findings)
-        for blocks, block in entry.blocks(findings)
-    ]
-
-
-def keys(root: Path) -> set[BlockKey]:
-    return {block.key for _, _, block in listed(root)}
 
 
 def held(root: Path, layout: str, blocks: range) -> set[int]:
