@@ -18,7 +18,6 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -26,15 +25,14 @@ from kvtier.affinity import use_all_cores
 from kvtier.core.types import BlockKey, Completion, Done, Dropped, Fault, TierId
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager, TierCounters
 from kvtier.drivers.causes import Causes
-from kvtier.drivers.faults import Cause, cause_of, fault_of, worse
+from kvtier.drivers.faults import cause_of, fault_of, worse
 from kvtier.drivers.moving import Headers, load, run_length, store
 from kvtier.drivers.places import Place, Places
+from kvtier.drivers.tally import Operation, Tally
 from kvtier.tiers.base import SupportsBatch, SupportsDelete, SupportsDropped, SupportsFigures, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from kvtier.drivers.moving import Moved
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +44,6 @@ LOOKUP_BATCH = 256
 
 COLLECT_S = 1.0
 """How often a tier is asked what it dropped and how full it is."""
-
-
-class Operation(Enum):
-    """What a job does."""
-
-    LOOKUP = "lookup"
-    LOAD = "load"
-    STORE = "store"
 
 
 class ThreadedDriver(SecondaryTierManager):
@@ -88,12 +78,12 @@ class ThreadedDriver(SecondaryTierManager):
         self._clock = clock
         self._wall_clock_ns = wall_clock_ns
         self._causes = Causes(logger)
+        self._tally = Tally()
         self._condition = threading.Condition()  # guards all below but `_finished`
         self._urgent: deque[_Job] = deque()
         self._bulk: deque[_Job] = deque()
         self._closing = False
         self._running = num_threads
-        self._counters = TierCounters()
         self._places = Places()
         self._namespace = ""  # of the last job: what the others drop is no news any more
         self._collect_at: float | None = None  # None while no open tier has anything to tell
@@ -127,8 +117,7 @@ class ThreadedDriver(SecondaryTierManager):
 
     def counters(self) -> TierCounters:
         """A copy of the totals. Seconds are summed over the threads."""
-        with self._condition:
-            return self._counters.copy()
+        return self._tally.counters()
 
     def oldest_running_s(self) -> float:
         """For how long the oldest running task has been running, in seconds; 0 if none is."""
@@ -248,7 +237,7 @@ class ThreadedDriver(SecondaryTierManager):
         tier = place.tier if place.tier is not None else self._open(place)
         if tier is None:
             fault = place.fault  # its cause was logged when opening failed
-            self._count_failures(job.operation, place.cause, count)
+            self._tally.failed(job.operation, place.cause, count)
         else:
             try:
                 if job.operation is Operation.LOOKUP:
@@ -260,7 +249,7 @@ class ThreadedDriver(SecondaryTierManager):
             except BaseException as error:  # noqa: BLE001
                 fault = fault_of(error)
                 self._causes.warn_of(self._name, job.operation.value, error)
-                self._count_failures(job.operation, cause_of(error), count)
+                self._tally.failed(job.operation, cause_of(error), count)
         with self._condition:
             place.users -= 1
             ended = self._end(job, count, ok, fault)
@@ -271,9 +260,7 @@ class ThreadedDriver(SecondaryTierManager):
         keys = task.job.metadata.block_hashes[task.start : task.stop]
         answers = tier.exists(keys)
         found = [key for key, there in zip(keys, answers, strict=True) if there]
-        with self._condition:
-            self._counters.lookup_blocks += len(keys)
-            self._counters.lookup_hits += len(found)
+        self._tally.looked_up(len(keys), len(found))
         return found
 
     def _move(
@@ -297,37 +284,9 @@ class ThreadedDriver(SecondaryTierManager):
         for failure in moved.failed:
             fault = worse(fault, fault_of(failure))
             self._causes.warn_of(self._name, operation.value, failure)
-            self._count_failures(operation, cause_of(failure), 1)
-        self._count_moved(operation, moved, sum(slot.nbytes for slot in slots[:1]), seconds)
+            self._tally.failed(operation, cause_of(failure), 1)
+        self._tally.moved(operation, moved, sum(slot.nbytes for slot in slots[:1]), seconds)
         return moved.ok, fault
-
-    def _count_moved(
-        self, operation: Operation, moved: Moved, block_bytes: int, seconds: float
-    ) -> None:
-        blocks = len(moved.ok)
-        with self._condition:
-            counters = self._counters
-            counters.corrupt_blocks += len(moved.corrupt)
-            if operation is Operation.LOAD and blocks:
-                counters.read_blocks += blocks
-                counters.read_bytes += blocks * block_bytes
-                counters.read_seconds += seconds
-            elif blocks:
-                counters.write_blocks += blocks
-                counters.write_bytes += blocks * block_bytes
-                counters.write_seconds += seconds
-
-    def _count_failures(self, operation: Operation, cause: Cause, blocks: int) -> None:
-        """Of a lookup, a whole batch counts as one failure."""
-        with self._condition:
-            if operation is Operation.LOOKUP:
-                blocks = 1
-                self._counters.lookup_failures += 1
-            elif operation is Operation.LOAD:
-                self._counters.read_failures += blocks
-            else:
-                self._counters.write_failures += blocks
-            self._counters.count_faults(cause, blocks)
 
     def _drop(self, tier: Tier, key: BlockKey) -> None:
         """Have a damaged block forgotten, so that it is not found and read again."""
@@ -386,8 +345,7 @@ class ThreadedDriver(SecondaryTierManager):
         with self._condition:
             if namespace != self._namespace:
                 return
-            changed = any(self._counters.figures.get(name) != figures[name] for name in figures)
-            self._counters.figures.update(figures)
+            changed = self._tally.told(figures)
             if dropped:
                 self._finished.append(Dropped(self._tier, dropped))
         if dropped or changed:
