@@ -18,7 +18,7 @@ from kvtier.tiers.fs.capacity import Capacity
 from kvtier.tiers.fs.checks import remarks
 from kvtier.tiers.fs.files import FilesTier
 from kvtier.tiers.fs.marker import MARKER_FILE, mark, read_marker
-from kvtier.tiers.fs.medium import Medium, probe_direct
+from kvtier.tiers.fs.medium import DirectProbe, Medium, probe_direct
 from kvtier.tiers.fs.segments.tier import DEFAULT_SEGMENT_BYTES, SegmentsTier
 
 if TYPE_CHECKING:
@@ -70,6 +70,15 @@ def layout_of(root: Path, settings: FsSettings, medium: Medium) -> Layout:
     if settings.layout != "auto":
         return settings.layout
     return marked or ("files" if medium.shared else "segments")
+
+
+def direct_of(root: Path, settings: FsSettings) -> DirectProbe:
+    """Whether to use direct I/O below a root: not if the settings say so, else if it works there.
+    It is tried each time, since another file system may be mounted there by now. Raises nothing.
+    """
+    if settings.direct == "off":
+        return DirectProbe(False, "direct is off")
+    return probe_direct(root)
 
 
 class Home:
@@ -129,8 +138,8 @@ class _Opened:
             )
         medium = Medium.of(root)
         self.layout = layout_of(root, settings, medium)
-        direct = probe_direct(root)
-        self._direct = settings.direct != "off" and direct.works
+        direct = direct_of(root, settings)
+        self._direct = direct.works
         self._touch_age_s = _TOUCH_AGE_SHARED_S if medium.shared else _TOUCH_AGE_LOCAL_S
         self._lookups_at_once = None if medium.shared else _LOOKUPS_LOCAL
         bounds = settings.bounds_of(root)
@@ -159,7 +168,7 @@ class _Opened:
             medium.file_system,
             self.layout,
             "" if marked == self.layout else f" (others use {marked} there)",
-            "direct I/O" if self._direct else f"buffered I/O ({self._why(direct.reason)})",
+            "direct I/O" if direct.works else f"buffered I/O ({direct.reason})",
             settings.durability,
             "not set" if bounds.capacity is None else f"{bounds.capacity} bytes",
             bounds.min_free,
@@ -195,9 +204,6 @@ class _Opened:
         """A tier was closed."""
         with self._lock:
             self.segments = tuple(other for other in self.segments if other is not tier)
-
-    def _why(self, reason: str) -> str:
-        return "direct is off" if self._settings.direct == "off" else reason
 
 
 class NamespaceTier:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.fs.checks import check_bounds, check_capacity, check_roots
-from kvtier.tiers.fs.home import Home, prepare
-from kvtier.tiers.fs.medium import probe_direct
+from kvtier.tiers.fs.home import Home, direct_of, prepare
 from kvtier.tiers.fs.probe import threads_of
 from kvtier.tiers.fs.roots import Root
 from kvtier.tiers.fs.settings import FsSettings
@@ -41,7 +40,7 @@ class FsTierType:
         given = settings.threads_given()
         if given is not None:
             return given
-        measured = sum(threads_of(root, _is_direct(root, settings)) for root in settings.roots)
+        measured = sum(threads_of(root, direct_of(root, settings).works) for root in settings.roots)
         return min(THREADS_MAX, measured)
 
     def preflight(self, settings: FsSettings, setting: str) -> None:
@@ -69,7 +68,7 @@ class FsTierType:
                 ) from error
             except TierError as error:
                 raise ConfigError(f"{name} = {str(root)!r}: {error}") from error
-            if settings.direct == "on" and not (direct := probe_direct(root)).works:
+            if settings.direct == "on" and not (direct := direct_of(root, settings)).works:
                 raise ConfigError(
                     f"{setting}.direct is 'on', but {str(root)!r} takes no direct I/O "
                     f"({direct.reason}): set it to 'auto' or 'off', or {name} to another directory"
@@ -105,9 +104,3 @@ class FsTierType:
                 for root, home in zip(settings.roots, homes, strict=True)
             ]
         )
-
-
-def _is_direct(root: Path, settings: FsSettings) -> bool:
-    if settings.direct == "off":
-        return False
-    return probe_direct(root).works
