@@ -19,6 +19,8 @@ from kvtier.tiers.fs.segments.store import STORES_NAME, store_directories
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvtier.core.types import BlockKey
+
 SMALL = 8192
 """Length of a block here: a header and a page."""
 
@@ -51,9 +53,25 @@ class Capacity:
 def put(tier: SegmentsTier, *numbers: int, length: int = SMALL) -> None:
     """Write blocks in one batch; the first failure is raised."""
     keys = [key_of(i) for i in numbers]
-    for error in tier.write_batch(keys, [buffers(block_of(k, length)) for k in keys]):
+    for error in tier.write_batch(keys, data_of(keys, length)):
         if error is not None:
             raise error
+
+
+def failure_of(tier: SegmentsTier, i: int) -> BaseException | None:
+    """Write a block, and say what it failed with."""
+    (error,) = tier.write_batch([key_of(i)], data_of([key_of(i)]))
+    return error
+
+
+def content_of(i: int, length: int = SMALL) -> bytes:
+    """The only right content of a block."""
+    return block_of(key_of(i), length)
+
+
+def data_of(keys: Sequence[BlockKey], length: int = SMALL) -> list[tuple[memoryview, memoryview]]:
+    """What to write under keys."""
+    return [buffers(block_of(key, length)) for key in keys]
 
 
 def buffers(content: bytes | bytearray) -> tuple[memoryview, memoryview]:
@@ -72,7 +90,7 @@ def held(tier: SegmentsTier, numbers: Sequence[int], length: int = SMALL) -> set
     found = set()
     for i in numbers:
         try:
-            assert get(tier, i, length) == block_of(key_of(i), length), f"wrong bytes of block {i}"
+            assert get(tier, i, length) == content_of(i, length), f"wrong bytes of block {i}"
         except MissingBlockError:
             continue
         found.add(i)
@@ -105,6 +123,21 @@ def stores_of(root: Path) -> list[Path]:
 
 def segments_of(root: Path) -> list[Path]:
     return sorted(path for store in stores_of(root) for path in store.glob("*.segment"))
+
+
+def on_disk(root: Path) -> int:
+    """Bytes of segments."""
+    return sum(path.stat().st_size for path in segments_of(root))
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def rewrite_log(tier: SegmentsTier) -> None:
+    """Of the only store that the tier owns."""
+    (store,) = tier._owned.stores()
+    store.log.rewrite(lambda: tier._owned.slots.copies(store), store.next_segment)
 
 
 def python(code: str, *arguments: object) -> subprocess.Popen[str]:

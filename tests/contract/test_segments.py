@@ -10,10 +10,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 import segments_world
-from segments_world import SMALL, Capacity, held, open_tier, put, segments_of, stores_of, vanish
+from segments_world import (
+    SMALL,
+    Capacity,
+    content_of,
+    held,
+    open_tier,
+    put,
+    segments_of,
+    stores_of,
+    vanish,
+)
 
 from kvtier.drivers.threaded import ThreadedDriver
-from kvtier.testing.blocks import NAMESPACE, block_of, key_of
+from kvtier.testing.blocks import NAMESPACE, key_of
 from kvtier.testing.contract import DriverContract, TierContract
 from kvtier.tiers.base import SupportsBatch, SupportsDelete, SupportsDropped, SupportsFigures
 from kvtier.tiers.fs.segments import SegmentsTier
@@ -70,7 +80,7 @@ def test_a_block_lies_in_a_slot(tmp_path: Path, tier: SegmentsTier) -> None:
     content = segment.read_bytes()
     assert len(content) == 16 * SMALL
     for i in range(3):
-        assert content[i * SMALL : (i + 1) * SMALL] == block_of(key_of(i), SMALL)
+        assert content[i * SMALL : (i + 1) * SMALL] == content_of(i)
     assert not any(content[3 * SMALL :])
 
 
@@ -137,7 +147,7 @@ def test_a_link_in_place_of_a_segment_is_not_followed(tmp_path: Path) -> None:
     assert held(tier, [1]) == set()
     put(tier, 2)
     tier.close()
-    assert elsewhere.read_bytes()[:SMALL] == block_of(key_of(1), SMALL), "it was written to"
+    assert elsewhere.read_bytes()[:SMALL] == content_of(1), "it was written to"
 
 
 def test_a_root_that_is_gone_is_not_made_again(tmp_path: Path) -> None:

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 import segments_world
-from segments_world import SMALL, buffers, get, held, open_tier, put, segments_of
+from segments_world import (
+    SMALL,
+    buffers,
+    content_of,
+    data_of,
+    get,
+    held,
+    open_tier,
+    put,
+    segments_of,
+)
 
 from kvtier.core.types import BlockKey
 from kvtier.testing.blocks import block_of, key_of
@@ -58,7 +68,7 @@ def test_a_batch_is_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     errors = tier.read_batch([key_of(i) for i in numbers], [(view,) for view in into])
     assert errors == [None] * 32
     assert calls.reads == [(0, 32 * SMALL)]
-    assert all(bytes(v) == block_of(key_of(i), SMALL) for i, v in zip(numbers, into, strict=True))
+    assert all(bytes(v) == content_of(i) for i, v in zip(numbers, into, strict=True))
     tier.close()
 
 
@@ -134,7 +144,7 @@ def test_one_bad_block_of_a_run_costs_itself(
     for k in keys[:6]:
         tier.delete(k)
     monkeypatch.setattr(os, "pwritev", writing)
-    errors = tier.write_batch(keys[6:], [buffers(block_of(k, SMALL)) for k in keys[6:]])
+    errors = tier.write_batch(keys[6:], data_of(keys[6:]))
     assert sum(error is not None for error in errors) == 1
     monkeypatch.undo()
     assert len(held(tier, range(12))) == 5
@@ -200,7 +210,7 @@ def test_direct_io_is_used_for_aligned_buffers(tmp_path: Path) -> None:
         seen.append(fd)
         return count
 
-    aligned[:SMALL] = block_of(key_of(5), SMALL)
+    aligned[:SMALL] = content_of(5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwritev", noting)
         tier.write(key_of(5), (aligned[:4096], aligned[4096:SMALL]))
@@ -208,6 +218,6 @@ def test_direct_io_is_used_for_aligned_buffers(tmp_path: Path) -> None:
     assert seen == [segment.file._direct, segment.file._buffered]
     into = aligned[2 * SMALL : 3 * SMALL]
     tier.read(key_of(5), (into,))
-    assert bytes(into) == block_of(key_of(5), SMALL)
-    assert get(tier, 5) == block_of(key_of(5), SMALL), "the page cache agrees"
+    assert bytes(into) == content_of(5)
+    assert get(tier, 5) == content_of(5), "the page cache agrees"
     tier.close()

@@ -12,9 +12,12 @@ import pytest
 from segments_world import (
     SMALL,
     Capacity,
-    buffers,
+    content_of,
+    failure_of,
     get,
     held,
+    num_descriptors,
+    on_disk,
     open_tier,
     put,
     segments_of,
@@ -24,7 +27,7 @@ from segments_world import (
 
 from kvtier.drivers.faults import Cause, cause_of
 from kvtier.errors import MissingBlockError, TierFullError
-from kvtier.testing.blocks import block_of, key_of
+from kvtier.testing.blocks import key_of
 from kvtier.tiers.fs.segments import follower, segment, store
 
 if TYPE_CHECKING:
@@ -52,16 +55,8 @@ def failing(name: str, number: int, nth: int = 0) -> Iterator[list[int]]:
         yield calls
 
 
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def on_disk(root: Path) -> int:
-    return sum(path.stat().st_size for path in segments_of(root))
-
-
 def write_failure(tier: SegmentsTier, i: int) -> BaseException:
-    (error,) = tier.write_batch([key_of(i)], [buffers(block_of(key_of(i), SMALL))])
+    error = failure_of(tier, i)
     assert error is not None
     return error
 
@@ -78,7 +73,7 @@ def test_a_block_of_another_length_costs_itself_alone(tmp_path: Path) -> None:
         short, good = tier.read_batch([key_of(1), key_of(2)], into)
     assert isinstance(short, MissingBlockError)
     assert good is None
-    assert into[1][0] == block_of(key_of(2), SMALL)
+    assert into[1][0] == content_of(2)
     tier._owned.slots.check()
     tier.close()
 
@@ -400,7 +395,7 @@ def test_a_store_that_its_server_does_not_know_is_let_go(
     assert tier.figures()["upkeep_failures"] == 0
     assert mine not in tier._owned.stores()
     tier.maintain()
-    assert get(tier, 3) == block_of(key_of(3), SMALL)
+    assert get(tier, 3) == content_of(3)
     assert held(tier, range(16)) == set(range(16))
     tier.close()
 

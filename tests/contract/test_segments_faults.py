@@ -14,7 +14,8 @@ import pytest
 from segments_world import (
     SMALL,
     Capacity,
-    buffers,
+    content_of,
+    failure_of,
     get,
     held,
     open_tier,
@@ -25,7 +26,7 @@ from segments_world import (
 )
 
 from kvtier.errors import MissingBlockError, TierFullError
-from kvtier.testing.blocks import NAMESPACE, block_of, key_of
+from kvtier.testing.blocks import NAMESPACE, key_of
 from kvtier.tiers.fs.segments import log, paths
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def fill(path: Path) -> None:
 
 def try_to_put(tier: SegmentsTier, i: int) -> bool:
     """Whether there was room for a block."""
-    (error,) = tier.write_batch([key_of(i)], [buffers(block_of(key_of(i), SMALL))])
+    error = failure_of(tier, i)
     if error is not None:
         assert isinstance(error, OSError), error
         assert error.errno == errno.ENOSPC
@@ -100,7 +101,7 @@ def test_a_disk_that_others_fill(tmp_path: Path) -> None:
         written = failed = 0
         for i in range(100, 8000):
             if try_to_put(tier, i):
-                assert get(tier, i) == block_of(key_of(i), SMALL)
+                assert get(tier, i) == content_of(i)
                 written += 1
             else:
                 failed += 1

@@ -8,10 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from segments_world import SMALL, Capacity, get, held, open_tier, put, stores_of
+from segments_world import (
+    SMALL,
+    Capacity,
+    content_of,
+    get,
+    held,
+    num_descriptors,
+    open_tier,
+    put,
+    rewrite_log,
+    stores_of,
+)
 
 from kvtier.errors import MissingBlockError
-from kvtier.testing.blocks import block_of, key_of
+from kvtier.testing.blocks import key_of
 from kvtier.tiers.fs.segments import follower
 from kvtier.tiers.fs.segments.records import RECORD_BYTES
 
@@ -43,7 +54,7 @@ def test_a_block_evicted_under_a_reader_in_another_process_is_missing(
         monkeypatch.undo()
         put(owner, 2)
         count = whole(fd, views, at)
-        assert bytes(views[1]) == block_of(key_of(2), SMALL)[4096:], "it was too late"
+        assert bytes(views[1]) == content_of(2)[4096:], "it was too late"
         return count
 
     monkeypatch.setattr(os, "preadv", meanwhile)
@@ -92,8 +103,7 @@ def test_a_log_that_was_rewritten_under_a_reader(
 
     def meanwhile(fd: int, views: list[memoryview], at: int) -> int:
         monkeypatch.undo()
-        (store,) = owner._owned.stores()
-        store.log.rewrite(lambda: owner._owned.slots.copies(store), store.next_segment)
+        rewrite_log(owner)
         put(owner, 2)
         return whole(fd, views, at)
 
@@ -152,11 +162,11 @@ def test_the_descriptors_of_segments_that_are_gone_are_closed(tmp_path: Path) ->
     owner, reader = open_tier(tmp_path), open_tier(tmp_path)
     put(owner, *range(16))
     assert len(held(reader, range(16))) == 16
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_descriptors()
     (segment,) = owner._owned.slots.segments()
     owner._owned.remove_segment(segment, "evicted_blocks")
     reader.maintain()
-    assert len(os.listdir("/proc/self/fd")) <= before - 2
+    assert num_descriptors() <= before - 2
     owner.close()
     reader.close()
 
@@ -168,8 +178,7 @@ def test_a_long_log_that_was_rewritten_keeps_nobody_waiting(
     owner, reader = open_tier(tmp_path), open_tier(tmp_path)
     put(owner, *range(16))
     assert held(reader, range(16)) == set(range(16))
-    (only,) = owner._owned.stores()
-    only.log.rewrite(lambda: owner._owned.slots.copies(only), only.next_segment)
+    rewrite_log(owner)
     monkeypatch.setattr(follower, "INLINE_BYTES", RECORD_BYTES)
     whole = follower.LogReader.follow
     entered, release = threading.Event(), threading.Event()

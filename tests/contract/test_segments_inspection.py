@@ -7,10 +7,21 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from segments_world import SMALL, Capacity, get, held, open_tier, put, segments_of, stores_of
+from segments_world import (
+    SMALL,
+    Capacity,
+    content_of,
+    get,
+    held,
+    open_tier,
+    put,
+    rewrite_log,
+    segments_of,
+    stores_of,
+)
 
 from kvtier.errors import MissingBlockError
-from kvtier.testing.blocks import NAMESPACE, block_of, key_of
+from kvtier.testing.blocks import NAMESPACE, key_of
 from kvtier.tiers.fs.segments import SegmentsTier, inspection
 
 if TYPE_CHECKING:
@@ -32,14 +43,13 @@ def test_stores_are_listed_and_read_beside_their_owner(tmp_path: Path) -> None:
         assert first.created_ns < second.created_ns == second.used_ns < first.used_ns
         into = bytearray(SMALL)
         reader.read(first, memoryview(into))
-        assert into == block_of(key_of(1), SMALL)
+        assert into == content_of(1)
         tier.delete(key_of(1))
         with pytest.raises(MissingBlockError):
             reader.read(first, memoryview(into))
-        (store,) = tier._owned.stores()
-        store.log.rewrite(lambda: tier._owned.slots.copies(store), store.next_segment)
+        rewrite_log(tier)
         reader.read(second, memoryview(into))
-        assert into == block_of(key_of(2), SMALL)
+        assert into == content_of(2)
     tier.close()
     (listing,) = inspection.list_stores(tmp_path / NAMESPACE)
     assert not listing.alive

@@ -13,10 +13,12 @@ import pytest
 from segments_world import (
     SMALL,
     Capacity,
+    content_of,
     get,
     held,
     open_tier,
     put,
+    rewrite_log,
     segments_of,
     stores_of,
     vanish,
@@ -24,7 +26,7 @@ from segments_world import (
 
 from kvtier.core.types import BlockKey
 from kvtier.errors import MissingBlockError
-from kvtier.testing.blocks import NAMESPACE, block_of, key_of
+from kvtier.testing.blocks import NAMESPACE, key_of
 from kvtier.tiers.fs.segments import records, upkeep
 from kvtier.tiers.fs.segments.log import LogReader, create_log, open_log
 from kvtier.tiers.fs.segments.records import (
@@ -269,7 +271,7 @@ def test_a_log_is_rewritten_while_it_grows(tmp_path: Path) -> None:
         while not done.is_set():
             for i in range(100):
                 try:
-                    assert get(other, i) == block_of(key_of(i), SMALL)
+                    assert get(other, i) == content_of(i)
                 except MissingBlockError:
                     continue
 
@@ -323,8 +325,7 @@ def test_a_number_is_never_used_again(tmp_path: Path) -> None:
     put(tier, *range(16, 32))
     newest = tier._owned.slots.segments()[1]
     tier._owned.remove_segment(newest, "evicted_blocks")
-    (store,) = tier._owned.stores()
-    store.log.rewrite(lambda: tier._owned.slots.copies(store), store.next_segment)
+    rewrite_log(tier)
     vanish(tier)
     tier = open_tier(tmp_path)
     put(tier, *range(16, 32))

@@ -14,8 +14,10 @@ from segments_world import (
     SMALL,
     Capacity,
     buffers,
+    content_of,
     get,
     held,
+    on_disk,
     open_tier,
     put,
     segments_of,
@@ -100,7 +102,7 @@ class SegmentsMachine(RuleBasedStateMachine):
             assert i not in self.uses
         else:
             assert i in self.uses
-            assert content == block_of(key_of(i), SMALL)
+            assert content == content_of(i)
             self.uses[i] = self.tick()
 
     @rule(i=numbers)
@@ -196,9 +198,9 @@ class SegmentsMachine(RuleBasedStateMachine):
     def books_are_right(self) -> None:
         self.tier._owned.slots.check()
         assert not self.tier._owned.slots._pins
-        on_disk = sum(path.stat().st_size for path in segments_of(self.root))
-        assert self.capacity.used == on_disk <= self.capacity.nbytes
-        assert self.tier.owned_bytes() == self.tier.figures()["used_bytes"] == on_disk
+        there = on_disk(self.root)
+        assert self.capacity.used == there <= self.capacity.nbytes
+        assert self.tier.owned_bytes() == self.tier.figures()["used_bytes"] == there
         counts = self.tier._owned.slots.counts().values()
         blocks = sum(slots - free for slots, free in counts)
         assert blocks == self.tier.figures()["blocks"], "a slot leaked"

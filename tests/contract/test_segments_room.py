@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from segments_world import SMALL, Capacity, buffers, get, held, open_tier, put, segments_of
+from segments_world import SMALL, Capacity, data_of, get, held, on_disk, open_tier, put, segments_of
 
 from kvtier.errors import TierFullError
-from kvtier.testing.blocks import block_of, key_of
+from kvtier.testing.blocks import key_of
 from kvtier.tiers.fs.segments.owned import RETRY_S
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def test_a_small_capacity_is_used_and_kept(tmp_path: Path, slots: int) -> None:
     for i in range(3 * slots):
         put(tier, i)
         assert held(tier, [i]) == {i}
-        assert capacity.used == sum(path.stat().st_size for path in segments_of(tmp_path))
+        assert capacity.used == on_disk(tmp_path)
     assert tier.figures()["blocks"] >= max(1, slots // 2)
     tier.close()
 
@@ -48,7 +48,7 @@ def test_without_any_room_a_write_is_refused(tmp_path: Path) -> None:
 def test_a_batch_larger_than_the_capacity_keeps_its_head(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, Capacity(16 * SMALL))
     keys = [key_of(i) for i in range(20)]
-    errors = tier.write_batch(keys, [buffers(block_of(k, SMALL)) for k in keys])
+    errors = tier.write_batch(keys, data_of(keys))
     assert [isinstance(error, TierFullError) for error in errors] == [False] * 16 + [True] * 4
     assert held(tier, range(20)) == set(range(16))
     tier.close()

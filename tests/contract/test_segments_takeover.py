@@ -8,9 +8,20 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from segments_world import SMALL, Capacity, buffers, get, held, open_tier, put, stores_of, vanish
+from segments_world import (
+    SMALL,
+    Capacity,
+    data_of,
+    get,
+    held,
+    num_descriptors,
+    open_tier,
+    put,
+    stores_of,
+    vanish,
+)
 
-from kvtier.testing.blocks import NAMESPACE, block_of, key_of
+from kvtier.testing.blocks import NAMESPACE, key_of
 from kvtier.tiers.fs.segments import follower, store, upkeep
 from kvtier.tiers.fs.segments.records import RECORD_BYTES
 
@@ -82,11 +93,11 @@ def test_a_store_that_is_removed_while_it_is_locked(
         owner.close()
         whole(fd, operation)
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_descriptors()
     monkeypatch.setattr(fcntl, "flock", meanwhile)
     assert store.lock_store(str(directory)) is None
     assert not directory.exists()
-    assert len(os.listdir("/proc/self/fd")) < before
+    assert num_descriptors() < before
 
 
 def test_a_store_is_locked_before_it_can_be_seen(
@@ -115,7 +126,7 @@ def test_a_block_in_two_stores_is_kept_once(tmp_path: Path) -> None:
     # neither knows of the other's store when it writes: as if at the same moment
     put(one, 5)
     two._followers._followers = {}
-    two._blocks.write([key_of(5)], [buffers(block_of(key_of(5), SMALL))], [0])
+    two._blocks.write([key_of(5)], data_of([key_of(5)]), [0])
     vanish(one)
     vanish(two)
     tier = open_tier(tmp_path)
@@ -147,7 +158,7 @@ def test_a_block_that_is_taken_over_while_it_is_written(
         return whole(fd, views, at)
 
     monkeypatch.setattr(os, "pwritev", meanwhile)
-    tier._blocks.write([key_of(5)], [buffers(block_of(key_of(5), SMALL))], [0])
+    tier._blocks.write([key_of(5)], data_of([key_of(5)]), [0])
     assert tier.figures()["stores"] == 2
     assert tier._owned.slots.counts()[SMALL] == (32, 31), "a slot leaked"
     tier._owned.slots.check()

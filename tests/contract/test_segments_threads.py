@@ -10,7 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from segments_world import SMALL, Capacity, buffers, get, held, open_tier, put
+from segments_world import (
+    SMALL,
+    Capacity,
+    buffers,
+    content_of,
+    data_of,
+    get,
+    held,
+    num_descriptors,
+    open_tier,
+    put,
+)
 
 from kvtier.errors import MissingBlockError, TierFullError
 from kvtier.testing.blocks import NAMESPACE, block_of, key_of
@@ -100,7 +111,7 @@ def test_a_block_that_is_being_read_keeps_its_slot(
         return whole(fd, views, at)
 
     monkeypatch.setattr(os, "preadv", meanwhile)
-    assert get(tier, 0) == block_of(key_of(0), SMALL)
+    assert get(tier, 0) == content_of(0)
     assert tier._owned.slots.counts() == {SMALL: (16, 1)}, "the slot is free now"
     tier._owned.slots.check()
     tier.close()
@@ -121,7 +132,7 @@ def test_a_block_that_is_being_read_is_not_evicted(
         return whole(fd, views, at)
 
     monkeypatch.setattr(os, "preadv", meanwhile)
-    assert get(tier, 0) == block_of(key_of(0), SMALL)
+    assert get(tier, 0) == content_of(0)
     assert held(tier, [0, 1, 2, 3]) == {0}
     tier.close()
 
@@ -140,11 +151,11 @@ def test_a_segment_that_goes_under_a_reader(
         put(tier, 7)
         return whole(fd, views, at)
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_descriptors()
     monkeypatch.setattr(os, "preadv", meanwhile)
-    assert get(tier, 0) == block_of(key_of(0), SMALL)
+    assert get(tier, 0) == content_of(0)
     assert held(tier, [0, 7]) == {7}
-    assert len(os.listdir("/proc/self/fd")) == before, "the descriptors of the old one are closed"
+    assert num_descriptors() == before, "the descriptors of the old one are closed"
     tier.close()
 
 
@@ -179,7 +190,7 @@ def test_threads_write_read_and_delete_under_eviction(tmp_path: Path) -> None:
         for _ in range(150):
             numbers = chance.sample(range(120), 5)
             keys = [key_of(i) for i in numbers]
-            data = [buffers(block_of(k, SMALL)) for k in keys]
+            data = data_of(keys)
             for error in tier.write_batch(keys, data):
                 assert error is None or isinstance(error, TierFullError)
             into = [bytearray(SMALL) for _ in keys]
