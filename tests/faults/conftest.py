@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import LAYOUTS, Rig
+from rig import LAYOUTS, MakeRig, Rig
 
 from kvtier.testing.broken_medium import BrokenCalls, LoopMount, UnavailableError
-
-MakeRig = Callable[..., Rig]
 
 
 @pytest.fixture(params=LAYOUTS)

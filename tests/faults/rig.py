@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -128,6 +129,9 @@ class Rig:
         self._jobs += 1
         keys: tuple[BlockKey, ...] = tuple(map(key_of, blocks))
         return JobMetadata(JobId(self._jobs), keys, (), NAMESPACE)
+
+
+MakeRig = Callable[..., Rig]
 
 
 def recovers(attempt: Any, within_s: float = WAIT_S) -> float:

@@ -8,8 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import MakeRig
-from rig import BATCH, Outcome, recovers, warnings_of
+from rig import BATCH, MakeRig, Outcome, recovers, warnings_of
 
 from kvtier.core.types import Fault
 from kvtier.testing.broken_medium import BrokenCalls, Group

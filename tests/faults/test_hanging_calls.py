@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MakeRig
-from rig import BATCH, LostJobError, Outcome, is_no_storm, recovers, warnings_of
+from rig import BATCH, LostJobError, MakeRig, Outcome, is_no_storm, recovers, warnings_of
 
 from kvtier.core.types import Fault
 from kvtier.drivers.process import driver as process_driver

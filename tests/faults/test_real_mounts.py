@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import MakeRig
-from rig import BATCH, Outcome, Rig, is_no_storm, recovers
+from rig import BATCH, MakeRig, Outcome, Rig, is_no_storm, recovers
 
 from kvtier.core.types import Fault
 from kvtier.testing.broken_medium import LoopMount, drop_caches
