@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import ClassVar
@@ -219,6 +220,27 @@ def test_two_namespaces_share_one_root(tmp_path: Path) -> None:
 def test_wrong_settings(tmp_path: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opened(root_dir=str(tmp_path), **options)
+
+
+def test_with_direct_off_it_is_not_even_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvtier")
+    whole, direct = os.open, []
+
+    def noting(path: str, flags: int, *arguments: object, **options: object) -> int:
+        if flags & os.O_DIRECT:
+            direct.append(path)
+        return whole(path, flags, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", noting)
+    tier = opened(root_dir=str(tmp_path), direct="off")
+    TierContract.put(tier, key_of(1))
+    tier.close()
+    assert direct == []
+    assert "buffered I/O (direct is off)" in caplog.text
+    opened(root_dir=str(tmp_path)).close()
+    assert direct, "without the setting it is tried"
 
 
 def test_a_block_larger_than_the_capacity(tmp_path: Path) -> None:
