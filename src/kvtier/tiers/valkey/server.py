@@ -84,7 +84,7 @@ def examine(endpoint: Endpoint, setting: str) -> Facts:
     """
     wire = Wire(endpoint, endpoint.address.node)
     try:
-        facts = _facts(wire, endpoint, setting)
+        facts = describe_server(wire, endpoint, setting)
         _try_commands(wire, endpoint)
     finally:
         wire.close()
@@ -114,7 +114,13 @@ def figures_in(info: str) -> dict[str, int]:
     return {name: int(value) for name, _, value in pairs if value.strip().isdecimal()}
 
 
-def _facts(wire: Wire, endpoint: Endpoint, setting: str) -> Facts:
+def describe_server(wire: Wire, endpoint: Endpoint, setting: str) -> Facts:
+    """What the server says of itself; changes nothing there.
+
+    Raises:
+        ConfigError: these settings can never work with it.
+        TierUnreachableError: it does not answer.
+    """
     info = _try_info(wire)
     mode = info.get("redis_mode", info.get("server_mode", ""))
     if mode == "sentinel":
