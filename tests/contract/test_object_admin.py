@@ -37,6 +37,7 @@ FOREIGN = [
     f"{NAMESPACE}/ab/notes.txt",
     f"{NAMESPACE}/zz/" + "ab" * 36,
     f"{NAMESPACE}/ab/" + "cd" * 36,
+    f"{NAMESPACE}/more/ab/" + "ab" * 36,
     "dataset/ab/" + "ab" * 36,
 ]
 FOREIGN_SHOWN = [*FOREIGN[:-1], "dataset/"]
@@ -133,7 +134,7 @@ def test_ls_counts_what_the_tier_wrote(any_bucket: Bucket) -> None:
     found = any_bucket.json("ls")
     assert found["total"] == {"namespaces": 2, "blocks": 8, "bytes": 8 * BLOCK}
     assert sorted(found["foreign"]["paths"]) == sorted(FOREIGN_SHOWN)
-    assert found["foreign"]["count"] == 5
+    assert found["foreign"]["count"] == 6
     rows = {row["namespace"]: row for row in found["namespaces"]}
     first, second = rows[NAMESPACE], rows[OTHER]
     assert (first["blocks"], first["bytes"]) == (5, 5 * BLOCK)
@@ -152,7 +153,7 @@ def test_ls_for_people(bucket: Bucket) -> None:
     for words in (NAMESPACE[:16], OTHER[:16], "prod", "TinyForCausalLM bfloat16", "64.0 KiB"):
         assert words in done.stdout
     assert "2 namespaces, 8 blocks, 544.0 KiB" in done.stdout
-    assert "5 foreign objects, left alone:" in done.stderr
+    assert "6 foreign objects, left alone:" in done.stderr
     assert "dataset/" in done.stderr
 
 
@@ -317,7 +318,7 @@ def test_wipe_of_one_and_of_all(any_bucket: Bucket) -> None:
     assert any_bucket.paths() == {path for path in before if not path.startswith(OTHER)}
     done = any_bucket.run("wipe", "--all", "--yes")
     assert (done.exit_code, done.stdout) == (0, "removed 5 blocks, 340.0 KiB, of 1 namespace\n")
-    assert "5 foreign objects" in done.stderr
+    assert "6 foreign objects" in done.stderr
     assert any_bucket.paths() == {*FOREIGN, LEASE_FILE, ".kvtier-try-1"}
 
 
