@@ -20,6 +20,7 @@ from kvtier.cli.app import app
 from kvtier.core.types import BlockKey
 from kvtier.envelope import HEADER_BYTES, seal
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
+from kvtier.testing.http_proxy import Answer, Rule
 from kvtier.tiers.object import catalog as module
 from kvtier.tiers.object.catalog import ObjectCatalog
 from kvtier.tiers.object.existence import path_of
@@ -28,7 +29,9 @@ from kvtier.tiers.object.store import open_store
 from kvtier.tiers.object.tier_type import ObjectTierType
 
 if TYPE_CHECKING:
+    from kvtier.testing.http_proxy import HttpFaultProxy
     from kvtier.testing.s3_servers import S3Server
+    from kvtier.tiers.object.settings import ObjectSettings
 
 OTHER = hashlib.sha256(b"another").hexdigest()
 BLOCK = HEADER_BYTES + BLOCK_BYTES
@@ -355,6 +358,38 @@ def test_errors_are_one_line_and_change_nothing(bucket: Bucket, monkeypatch) -> 
     message = told(url)
     assert "secret key is not the one" in message
     assert "is_secret" not in message
+
+
+def test_answers_without_a_code(proxy: HttpFaultProxy, behind: ObjectSettings) -> None:
+    options = ("-o", f"endpoint={behind.endpoint}", "-o", "allow_http=true", "-o", "retries=0")
+    for status, message in ((404, "listing failed (404)"), (403, "refused"), (503, "fewer")):
+        proxy.rules = [Rule(Answer(status), method="GET")]
+        done = CliRunner().invoke(app, ["ls", behind.url, *options])
+        assert (done.exit_code, done.stdout) == (2, ""), done.output
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_store_that_fails_in_the_middle(proxy: HttpFaultProxy, behind: ObjectSettings) -> None:
+    tier = ObjectTierType().open(behind, NAMESPACE, facts(NAMESPACE, None))
+    for i in range(30):
+        row = memoryview(block_of(key_of(i)))
+        tier.write(key_of(i), (memoryview(seal(NAMESPACE, key_of(i), row, 1)), row))
+    tier.close()
+    options = ("-o", f"endpoint={behind.endpoint}", "-o", "allow_http=true", "-o", "retries=0")
+    in_a_block = f"{NAMESPACE}/"
+    proxy.rules = [Rule(Answer(500), method="GET", path=in_a_block, times=3)]
+    done = CliRunner().invoke(app, ["verify", behind.url, *options, "--repair", "--json"])
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["blocks"], len(found["damaged"])) == (1, 27, 3)
+    assert not any(one["removed"] for one in found["damaged"])
+    proxy.rules = [Rule(Answer(500), method="GET", path=in_a_block)]
+    done = CliRunner().invoke(app, ["verify", behind.url, *options])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1
+    proxy.rules = []
+    done = CliRunner().invoke(app, ["verify", behind.url, *options])
+    assert (done.exit_code, "30 good blocks" in done.stdout) == (0, True)
 
 
 def bucket_with_a_shared_digit(bucket: Bucket) -> str:

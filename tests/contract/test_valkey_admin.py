@@ -25,7 +25,7 @@ from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
 from kvtier.testing.valkey_servers import ValkeyServer, cluster
 from kvtier.tiers.valkey import catalog as module
 from kvtier.tiers.valkey.catalog import ValkeyCatalog
-from kvtier.tiers.valkey.keys import HEADER_PART, Name, NameForms, Names
+from kvtier.tiers.valkey.keys import HEADER_PART, TRIAL_NAMESPACE, Name, NameForms, Names
 from kvtier.tiers.valkey.settings import ValkeySettings, endpoint_of
 from kvtier.tiers.valkey.tier import DESCRIPTION_TTL_MS
 from kvtier.tiers.valkey.tier_type import ValkeyTierType
@@ -61,6 +61,7 @@ class Place:
     def __init__(self, servers: list[ValkeyServer], **options: Any) -> None:
         self.servers = servers
         self.prefix = fresh_prefix()
+        self.beside: set[bytes] = set()
         self.settings = ValkeySettings(url=servers[0].url, key_prefix=self.prefix, **options)
         for namespace, numbers in ((NAMESPACE, range(5)), (OTHER, range(10, 13))):
             self.write(namespace, numbers)
@@ -81,7 +82,10 @@ class Place:
         foreign = {self.prefix.encode() + name for name in names}
         for name in foreign:
             self.ask(name, "SET", name, b"not ours")
+        trial = Names(self.prefix, TRIAL_NAMESPACE).of(key_of(0))[0]
+        self.ask(trial, "SET", trial, b"", "PX", "100000")  # ours, and gone by itself
         self.ask(wrong_type, "HSET", wrong_type, "a", "b")
+        self.beside = {trial}
         return foreign | {wrong_type}
 
     def ask(self, name: bytes, *words: str | bytes) -> object:
@@ -108,7 +112,7 @@ class Place:
         found: set[bytes] = set()
         for server in self.servers:
             found |= set(past(server.port).scan_iter(f"{self.prefix}*"))
-        return found
+        return found - self.beside
 
     def keys(self, namespace: str = NAMESPACE) -> set[BlockKey]:
         names = self.names()

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 from kvtier.errors import MissingBlockError, TierDeniedError, TierError, TierUnreachableError
 from kvtier.tiers.catalog import Description, Found, Page, RemoteBlock, Removed
 from kvtier.tiers.descriptions import parse_description
-from kvtier.tiers.valkey.keys import HEADER_PART, SHORT_DIGITS, Name, NameForms, Names
+from kvtier.tiers.valkey.keys import (
+    HEADER_PART,
+    SHORT_DIGITS,
+    TRIAL_NAMESPACE,
+    Name,
+    NameForms,
+    Names,
+)
 from kvtier.tiers.valkey.server import describe_server, nodes_of
 from kvtier.tiers.valkey.wire import Wire
 
@@ -73,6 +80,7 @@ class ValkeyCatalog:
         self.url = endpoint.address.shown
         self._endpoint = endpoint
         self._forms = NameForms(endpoint.prefix)
+        self._trial = f"{endpoint.prefix}{TRIAL_NAMESPACE}:{{".encode()
         self._lock = threading.Lock()  # guards what follows
         self._idle: dict[Node, list[Wire]] = {}
         self._described: dict[str, Node] = {}
@@ -175,7 +183,8 @@ class ValkeyCatalog:
         for name in names:
             says = self._forms.parse(name)
             if says is None:
-                page.foreign.append(name.decode(errors="backslashreplace"))
+                if not name.startswith(self._trial):
+                    page.foreign.append(name.decode(errors="backslashreplace"))
             elif says.key is None:
                 with self._lock:
                     self._described[says.namespace] = node
@@ -214,20 +223,20 @@ class ValkeyCatalog:
             if any("WRONGTYPE" in str(reply) for reply in lengths):
                 page.foreign.append(listed.name.decode())
                 continue
-            sizes = [size for size in _good(lengths) if isinstance(size, int)]
-            if not any(sizes):
-                continue
+            sizes = _numbers(lengths)
             while sizes[-1]:  # the row goes on
                 more = self._part_names(listed.says, len(sizes) + 1)[-1]
-                sizes += [size for size in _good(self._ask(node, [("STRLEN", more)]))
-                          if isinstance(size, int)]  # fmt: skip
+                sizes += _numbers(self._ask(node, [("STRLEN", more)]))
             if isinstance(idle, TierError):
                 self._tells_use = False
-            used_s = time.time() - idle if isinstance(idle, int) else None
-            assert listed.says.key is not None, "a block's"
-            place = _Place(node, max(2, len(sizes) - 1))
-            namespace, key = listed.says.namespace, listed.says.key
-            page.blocks.append(RemoteBlock(namespace, key, sum(sizes), None, used_s, place))
+            if any(sizes):
+                page.blocks.append(self._block(node, listed.says, sizes, idle))
+
+    def _block(self, node: Node, says: Name, sizes: list[int], idle: Reply) -> RemoteBlock:
+        assert says.key is not None, "a block's"
+        used_s = time.time() - idle if isinstance(idle, int) else None
+        place = _Place(node, max(2, len(sizes) - 1))  # behind the last part there is nothing
+        return RemoteBlock(says.namespace, says.key, sum(sizes), used_s=used_s, place=place)
 
     def _remove(self, node: Node, blocks: list[RemoteBlock], unless_used: bool) -> Removed:
         removed = Removed()
@@ -340,3 +349,12 @@ def _good(replies: list[Reply]) -> list[Reply]:
         if isinstance(reply, TierError):
             raise type(reply)(str(reply))
     return replies
+
+
+def _numbers(replies: list[Reply]) -> list[int]:
+    """Replies that are whole numbers.
+
+    Raises:
+        TierError: one is a refusal.
+    """
+    return [reply for reply in _good(replies) if isinstance(reply, int)]

@@ -39,6 +39,9 @@ BLOCK_BYTES_MAX = 900 << 20
 SHORT_DIGITS = 16
 """Digits of a namespace's digest that its keys have."""
 
+TRIAL_NAMESPACE = "start"
+"""In place of a namespace while a start tries what it may do; such keys live for moments."""
+
 HEADER_PART = -1
 """In place of the number of a part of the row."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvtier.core.types import BlockKey
 from kvtier.errors import ConfigError, TierDeniedError, TierError, TierUnreachableError
 from kvtier.tiers.valkey.address import Node
-from kvtier.tiers.valkey.keys import BULK_BYTES_MAX, Names
+from kvtier.tiers.valkey.keys import BULK_BYTES_MAX, TRIAL_NAMESPACE, Names
 from kvtier.tiers.valkey.settings import refuse_database
 from kvtier.tiers.valkey.wire import Wire
 
@@ -182,7 +182,7 @@ def _try_config(wire: Wire, option: str) -> str | None:
 
 def _try_commands(wire: Wire, endpoint: Endpoint) -> None:
     """Run every command that blocks need, on a key that no block has."""
-    name = Names(endpoint.prefix, "start").of(_SAMPLE)[0]
+    name = Names(endpoint.prefix, TRIAL_NAMESPACE).of(_SAMPLE)[0]
     refused = []
     commands: list[tuple[str | bytes, ...]] = [
         ("EXISTS", name, name),
