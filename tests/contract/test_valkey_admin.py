@@ -486,7 +486,9 @@ def test_errors_are_one_line_and_change_nothing(tmp_path: Path, monkeypatch) -> 
 
     with ValkeyServer(tmp_path, password="hunter2") as server:
         where = f"127.0.0.1:{server.port}"
-        assert "WRONGPASS" in told(f"valkey://:hunter3@{where}")
+        message = told(f"valkey://:hunter3@{where}")
+        assert message.startswith(f"kvtier: valkey://{where}: ")
+        assert "WRONGPASS" in message
         assert "NOAUTH" in told(f"valkey://{where}")
         assert "NOAUTH" in told(f"valkey://{where}", "--all", "--yes", command="wipe")
         assert "no such variable" in told(f"redis://{where}", "-o", "password_env=NOT_THERE")
