@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from kvtier.cli import bench_object as module
 from kvtier.cli.app import app
-from kvtier.cli.bench_plan import tier_options
+from kvtier.cli.tier_options import tier_options
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.object.store import open_store
 

@@ -1,5 +1,6 @@
-"""`kvtier ls` and `kvtier verify`: what an fs tier keeps in its directories, and is it good?
+"""`kvtier ls` and `kvtier verify`: what a tier keeps, and is it good?
 
+Directories of an fs tier are seen to here, URLs of others by `admin_remote`.
 Exit codes of every admin command: 0 good, 1 problems were found, 2 misuse, 130 Ctrl-C.
 """
 
@@ -11,7 +12,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,17 +20,24 @@ from rich.table import Table
 
 from kvtier.cli.admin_options import age_text, count_text, sample_size, size_text
 from kvtier.cli.admin_output import (
+    DAMAGES_SHOWN,
+    DIGITS_SHOWN,
+    PIPE_WIDTH,
     PROBLEMS,
     Json,
     exit_codes,
     findings_json,
     messages_console,
+    model_text,
     print_json,
     progress_bar,
     say,
     say_findings,
     teller,
 )
+from kvtier.cli.admin_places import Places, url_in
+from kvtier.cli.admin_remote import ls_url, verify_url
+from kvtier.cli.tier_options import TierOptions
 from kvtier.errors import EnvelopeError, MissingBlockError
 from kvtier.tiers.fs.catalog import Catalog, NamespaceEntry, Summary
 from kvtier.tiers.fs.catalog_capacity import capacity_of
@@ -43,19 +50,12 @@ if TYPE_CHECKING:
     from kvtier.tiers.fs.catalog_findings import TemporaryFile
     from kvtier.tiers.fs.catalog_verify import Damage, Stored, Verification
 
-Roots = Annotated[
-    list[Path], typer.Argument(metavar="DIR...", help="Directories of an fs tier: root_dir(s).")
-]
 NamespacePrefix = Annotated[
     str | None,
     typer.Option(
         "--namespace", metavar="PREFIX", help="Only this one: first digits of its digest."
     ),
 ]
-
-_DIGITS_SHOWN = 16
-_PIPE_WIDTH = 1000
-_DAMAGES_SHOWN = 20
 
 
 def listed(namespaces: list[NamespaceEntry], findings: Findings) -> list[Stored]:
@@ -69,11 +69,12 @@ def chosen(catalog: Catalog, prefix: str | None, findings: Findings) -> list[Nam
 
 
 def ls(
-    roots: Roots,
+    places: Places,
     blocks: Annotated[
         str | None,
         typer.Option(metavar="PREFIX", help="List the blocks of this namespace instead."),
     ] = None,
+    option: TierOptions = None,
     json: Json = False,
 ) -> None:
     """List namespaces: model, layout, blocks, bytes, age, last use, and whether one is in use.
@@ -83,7 +84,11 @@ def ls(
     messages = messages_console()
     findings = Findings()
     with exit_codes(messages):
-        catalog = Catalog(roots)
+        url = url_in(places, option)
+        if url is not None:
+            ls_url(url, option, blocks, json, messages)
+            return
+        catalog = Catalog(places)
         if blocks is not None:
             _list_blocks(catalog.find(blocks), findings, json)
         else:
@@ -150,9 +155,9 @@ def _list_namespaces(catalog: Catalog, findings: Findings, json: bool) -> None:
         row_bytes = namespace.fact("layout", "row_bytes")
         table.add_row(
             *([namespace.root] if several else []),
-            namespace.digest[:_DIGITS_SHOWN],
+            namespace.digest[:DIGITS_SHOWN],
             namespace.label or "-",
-            _model_text(namespace),
+            model_text(namespace.description),
             "+".join(sorted(row.layouts)) or "-",
             size_text(row_bytes) if isinstance(row_bytes, int) else "-",
             f"{summary.blocks:,}",
@@ -163,7 +168,7 @@ def _list_namespaces(catalog: Catalog, findings: Findings, json: bool) -> None:
             "live" if namespace.live else "idle",
         )
     # a pipe has no width to fit into
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     out.print(table)
     say(
         out,
@@ -190,15 +195,6 @@ def _capacity_json(capacity: Capacity | None) -> dict[str, Any] | None:
             for member in capacity.members.values()
         ],
     }
-
-
-def _model_text(namespace: NamespaceEntry) -> str:
-    architectures = namespace.fact("architectures")
-    name = str(architectures[0]) if isinstance(architectures, list) and architectures else "-"
-    dtype = namespace.fact("kv_cache_dtype")
-    if dtype in (None, "auto"):
-        dtype = namespace.fact("model_dtype")
-    return f"{name} {dtype}" if isinstance(dtype, str) else name
 
 
 def _namespace_json(row: _Listed, now: float) -> dict[str, Any]:
@@ -259,7 +255,7 @@ def _list_blocks(namespaces: list[NamespaceEntry], findings: Findings, json: boo
 
 
 def verify(
-    roots: Roots,
+    places: Places,
     namespace: NamespacePrefix = None,
     sample: Annotated[
         str | None,
@@ -270,6 +266,7 @@ def verify(
         typer.Option("--repair", help="Remove damaged blocks and files of writers long dead."),
     ] = False,
     threads: Annotated[int, typer.Option(metavar="N", min=1, max=256, help="Blocks at once.")] = 8,
+    option: TierOptions = None,
     json: Json = False,
 ) -> None:
     """Read blocks and verify their checksums, beside running engines.
@@ -279,7 +276,11 @@ def verify(
     messages = messages_console()
     findings = Findings()
     with exit_codes(messages):
-        stored = listed(chosen(Catalog(roots, teller(messages)), namespace, findings), findings)
+        url = url_in(places, option)
+        if url is not None:
+            verify_url(url, option, namespace, sample, repair, threads, json, messages)
+            return
+        stored = listed(chosen(Catalog(places, teller(messages)), namespace, findings), findings)
         if sample is not None:
             size = sample_size(sample, len(stored), "--sample")
             stored = random.sample(stored, size)
@@ -354,13 +355,13 @@ def _print_verification(
     sys.stdout.write(text + "\n")
     if found.damages:
         sys.stdout.write(f"{count_text(len(found.damages), 'damaged block')}:\n")
-    for damage in found.damages[:_DAMAGES_SHOWN]:
+    for damage in found.damages[:DAMAGES_SHOWN]:
         sys.stdout.write(
-            f"  {damage.namespace.digest[:_DIGITS_SHOWN]} {damage.entry.key.hex()}: "
+            f"  {damage.namespace.digest[:DIGITS_SHOWN]} {damage.entry.key.hex()}: "
             f"{damage.reason}{', removed' if damage.removed else ''}\n"
         )
-    if len(found.damages) > _DAMAGES_SHOWN:
-        sys.stdout.write(f"  and {len(found.damages) - _DAMAGES_SHOWN:,} more; --json has all\n")
+    if len(found.damages) > DAMAGES_SHOWN:
+        sys.stdout.write(f"  and {len(found.damages) - DAMAGES_SHOWN:,} more; --json has all\n")
     if stale:
         removed = sum(removed for _, removed in stale)
         sys.stdout.write(

@@ -22,6 +22,7 @@ from kvtier.cli.admin_output import (
     progress_bar,
     say,
 )
+from kvtier.cli.admin_places import refuse_url
 from kvtier.errors import ConfigError
 from kvtier.tiers.fs.catalog import Catalog
 from kvtier.tiers.fs.catalog_archive import export_namespace, import_namespace, list_for_export
@@ -62,6 +63,7 @@ def export(
     messages = messages_console()
     findings = Findings()
     with exit_codes(messages):
+        refuse_url(root)
         (entry,) = chosen(Catalog([root]), namespace, findings)
         stored = list_for_export(listed([entry], findings))
         nbytes = sum(one[2].nbytes for one in stored)
@@ -93,6 +95,7 @@ def import_(
     """
     messages = messages_console()
     with exit_codes(messages):
+        refuse_url(root)
         check_root(root, "DIR")
         with (
             _source(file) as source,

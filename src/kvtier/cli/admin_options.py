@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from kvtier.config import parse_size
 from kvtier.errors import ConfigError
 
 _AGE: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*([smhdw])", re.ASCII)
@@ -22,6 +23,26 @@ def parse_age(text: str, option: str) -> float:
     if match is None:
         raise ConfigError(f"{option} = {text!r} must be a figure and a unit: 90s, 30m, 12h, 7d, 2w")
     return float(match[1]) * _SECONDS[match[2]]
+
+
+def eviction_bounds(older_than: str | None, to_size: str | None) -> tuple[float | None, int | None]:
+    """Seconds of `--older-than`, and bytes of `--to-size`.
+
+    Raises:
+        ConfigError: neither is given, or one is malformed.
+    """
+    if older_than is None and to_size is None:
+        raise ConfigError(
+            "nothing says what to evict: give --older-than, --to-size or both; `kvtier wipe` "
+            "removes everything"
+        )
+    age_s = None if older_than is None else parse_age(older_than, "--older-than")
+    to_bytes = None
+    if to_size is not None:
+        text = to_size.strip()
+        given = int(text) if text.isdigit() else to_size
+        to_bytes = 0 if text == "0" else parse_size(given, "--to-size")
+    return age_s, to_bytes
 
 
 def sample_size(text: str, population: int, option: str) -> int:

@@ -21,15 +21,21 @@ from rich.progress import (
 
 from kvtier.cli.admin_options import count_text
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.tiers.descriptions import fact_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from kvtier.tiers.fs.catalog_findings import Deleted, Findings
+    from kvtier.tiers.catalog import RemoteBlock, Removed
+    from kvtier.tiers.fs.catalog_findings import BlockEntry, Deleted, Findings
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
-_PATHS_SHOWN = 10
+PATHS_SHOWN = 10
+DAMAGES_SHOWN = 20
+DIGITS_SHOWN = 16
+PIPE_WIDTH = 1000
+_FAILURES_SHOWN = 10
 
 PROBLEMS = 1
 USAGE = 2
@@ -121,15 +127,15 @@ def say_findings(messages: Console, findings: Findings) -> None:
     """The same for people."""
     if findings.num_foreign:
         say(messages, f"{count_text(findings.num_foreign, 'foreign file')}, left alone:")
-        for path in findings.foreign_paths[:_PATHS_SHOWN]:
+        for path in findings.foreign_paths[:PATHS_SHOWN]:
             say(messages, f"  {path}")
-        if findings.num_foreign > _PATHS_SHOWN:
-            say(messages, f"  and {findings.num_foreign - _PATHS_SHOWN} more")
+        if findings.num_foreign > PATHS_SHOWN:
+            say(messages, f"  and {findings.num_foreign - PATHS_SHOWN} more")
     for path, reason in findings.problems:
         say(messages, f"cannot be read: {path} ({reason})")
 
 
-def deleted_json(deleted: Deleted) -> dict[str, Any]:
+def deleted_json(deleted: Deleted | Removed) -> dict[str, Any]:
     """What a deletion did."""
     return {
         "blocks": deleted.blocks,
@@ -139,3 +145,45 @@ def deleted_json(deleted: Deleted) -> dict[str, Any]:
             {"key": entry.key.hex(), "reason": reason} for entry, reason in deleted.failures
         ],
     }
+
+
+def say_failures(
+    messages: Console, failures: Sequence[tuple[BlockEntry | RemoteBlock, str]]
+) -> None:
+    """Blocks that could not be removed, for people."""
+    for block, reason in failures[:_FAILURES_SHOWN]:
+        say(messages, f"cannot be removed: {block.key.hex()} ({reason})")
+    if len(failures) > _FAILURES_SHOWN:
+        say(messages, f"and {len(failures) - _FAILURES_SHOWN:,} more")
+
+
+def confirm(namespaces: Sequence[str], messages: Console) -> None:
+    """Ask whether namespaces are to be removed; ends the command unless the answer is yes.
+
+    Args:
+        namespaces: a line about each.
+        messages: where the lines go.
+
+    Raises:
+        ConfigError: there is no terminal to ask on.
+        typer.Exit: the answer is no.
+    """
+    if not sys.stdin.isatty():
+        raise ConfigError("there is no terminal to ask on: give --yes to remove without a question")
+    for line in namespaces:
+        say(messages, f"  {line}")
+    if not namespaces or not typer.confirm(
+        f"Remove {count_text(len(namespaces), 'namespace')}?", err=True
+    ):
+        say(messages, "Nothing was removed.")
+        raise typer.Exit(PROBLEMS)
+
+
+def model_text(description: Mapping[str, object]) -> str:
+    """Architecture and dtype of a namespace, for people."""
+    architectures = fact_of(description, "architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else "-"
+    dtype = fact_of(description, "kv_cache_dtype")
+    if dtype in (None, "auto"):
+        dtype = fact_of(description, "model_dtype")
+    return f"{name} {dtype}" if isinstance(dtype, str) else name

@@ -11,22 +11,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier.cli.admin import NamespacePrefix, Roots, chosen, listed
-from kvtier.cli.admin_options import age_text, count_text, parse_age, size_text
+from kvtier.cli.admin import NamespacePrefix, chosen, listed
+from kvtier.cli.admin_options import age_text, count_text, eviction_bounds, size_text
 from kvtier.cli.admin_output import (
     PROBLEMS,
     Json,
+    confirm,
     deleted_json,
     exit_codes,
     findings_json,
     messages_console,
     print_json,
     progress_bar,
-    say,
+    say_failures,
     say_findings,
     teller,
 )
-from kvtier.config import parse_size
+from kvtier.cli.admin_places import Places, url_in
+from kvtier.cli.admin_remote_remove import evict_url, wipe_url
+from kvtier.cli.tier_options import TierOptions
 from kvtier.errors import ConfigError
 from kvtier.tiers.fs.catalog import Catalog
 from kvtier.tiers.fs.catalog_evict import choose_victims
@@ -34,14 +37,12 @@ from kvtier.tiers.fs.catalog_evict import evict as evict_blocks
 from kvtier.tiers.fs.catalog_findings import Deleted, Findings
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvtier.tiers.fs.catalog import NamespaceEntry
     from kvtier.tiers.fs.catalog_verify import Stored
 
 
 def evict(
-    roots: Roots,
+    places: Places,
     namespace: NamespacePrefix = None,
     older_than: Annotated[
         str | None,
@@ -56,6 +57,7 @@ def evict(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be evicted.")
     ] = False,
+    option: TierOptions = None,
     json: Json = False,
 ) -> None:
     """Evict blocks, those whose last use is oldest first, by age, by size, or both.
@@ -66,17 +68,13 @@ def evict(
     messages = messages_console()
     findings = Findings()
     with exit_codes(messages):
-        if older_than is None and to_size is None:
-            raise ConfigError(
-                "nothing says what to evict: give --older-than, --to-size or both; `kvtier wipe` "
-                "removes everything"
-            )
+        url = url_in(places, option)
+        age_s, to_bytes = eviction_bounds(older_than, to_size)
+        if url is not None:
+            evict_url(url, option, namespace, age_s, to_bytes, dry_run, json, messages)
+            return
         now = time.time()
-        age_s = None if older_than is None else parse_age(older_than, "--older-than")
-        to_bytes = None
-        if to_size is not None:
-            to_bytes = 0 if to_size.strip() == "0" else parse_size(_number(to_size), "--to-size")
-        stored = listed(chosen(Catalog(roots, teller(messages)), namespace, findings), findings)
+        stored = listed(chosen(Catalog(places, teller(messages)), namespace, findings), findings)
         victims = choose_victims(stored, None if age_s is None else now - age_s, to_bytes)
         deleted = Deleted()
         nbytes = sum(entry.nbytes for _, _, entry in victims)
@@ -87,14 +85,10 @@ def evict(
         print_json(_eviction_json(victims, nbytes, deleted, dry_run, stored))
     else:
         _print_eviction(victims, nbytes, deleted, dry_run, now)
-        _say_failures(messages, deleted)
+        say_failures(messages, deleted.failures)
         say_findings(messages, findings)
     if deleted.failures or findings.problems:
         raise typer.Exit(PROBLEMS)
-
-
-def _number(text: str) -> int | str:
-    return int(text) if text.strip().isdigit() else text
 
 
 def _eviction_json(
@@ -137,18 +131,12 @@ def _print_eviction(
     sys.stdout.write(text + "\n")
 
 
-def _say_failures(messages: Console, deleted: Deleted) -> None:
-    for entry, reason in deleted.failures[:10]:
-        say(messages, f"cannot be removed: {entry.key.hex()} ({reason})")
-    if len(deleted.failures) > 10:
-        say(messages, f"and {len(deleted.failures) - 10:,} more")
-
-
 def wipe(
-    roots: Roots,
+    places: Places,
     namespace: NamespacePrefix = None,
     everything: Annotated[bool, typer.Option("--all", help="Every namespace.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    option: TierOptions = None,
     json: Json = False,
 ) -> None:
     """Remove whole namespaces; one that an engine has open is emptied, and goes on empty.
@@ -161,10 +149,14 @@ def wipe(
     with exit_codes(messages):
         if (namespace is None) == (not everything):
             raise ConfigError("give either --namespace PREFIX or --all")
-        catalog = Catalog(roots, teller(messages))
+        url = url_in(places, option)
+        if url is not None:
+            wipe_url(url, option, namespace, yes, json, messages)
+            return
+        catalog = Catalog(places, teller(messages))
         targets = chosen(catalog, namespace, findings)
         if not yes:
-            _confirm(targets, messages)
+            confirm([_named(target) for target in targets], messages)
         wiped = [(target, target.wipe(findings)) for target in targets]
         left = {(entry.root, entry.digest) for entry in catalog.namespaces()}
     total = Deleted()
@@ -195,21 +187,13 @@ def wipe(
             if (target.root, target.digest) in left:
                 why = "in use" if target.live else "something that is not ours lies in it"
                 sys.stdout.write(f"emptied, not removed: {target.path} ({why})\n")
-        _say_failures(messages, total)
+        say_failures(messages, total.failures)
         say_findings(messages, findings)
     if total.failures or findings.problems:
         raise typer.Exit(PROBLEMS)
 
 
-def _confirm(targets: list[NamespaceEntry], messages: Console) -> None:
-    """Ask; ends the command unless the answer is yes."""
-    if not sys.stdin.isatty():
-        raise ConfigError("there is no terminal to ask on: give --yes to remove without a question")
-    for target in targets:
-        state = ", in use by an engine" if target.live else ""
-        say(messages, f"  {target.path}{f' ({target.label})' if target.label else ''}{state}")
-    if not targets or not typer.confirm(
-        f"Remove {count_text(len(targets), 'namespace')}?", err=True
-    ):
-        say(messages, "Nothing was removed.")
-        raise typer.Exit(PROBLEMS)
+def _named(target: NamespaceEntry) -> str:
+    """A namespace for the question."""
+    state = ", in use by an engine" if target.live else ""
+    return f"{target.path}{f' ({target.label})' if target.label else ''}{state}"

@@ -16,10 +16,10 @@ from kvtier.cli.bench_plan import (
     QUICK_SIZES,
     SIZES,
     plan_of,
-    tier_options,
 )
 from kvtier.cli.bench_remote import Plan, measure
 from kvtier.cli.bench_report import Row, rows_json, rows_table
+from kvtier.cli.tier_options import TierOptions, tier_options
 from kvtier.tiers.registry import decode_settings, load_tier_type
 
 if TYPE_CHECKING:
@@ -33,15 +33,7 @@ def bench_object(
     url: Annotated[
         str, typer.Argument(metavar="URL", help="s3://bucket/prefix, gs://... or az://...")
     ],
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            "-o",
-            metavar="NAME=VALUE",
-            help="An option of the tier, such as endpoint=https://host:9000; repeatable.",
-        ),
-    ] = None,
+    option: TierOptions = None,
     sizes: Annotated[
         str | None, typer.Option(metavar="LIST", help=f"Block sizes.  [default: {SIZES}]")
     ] = None,

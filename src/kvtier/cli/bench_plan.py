@@ -40,32 +40,6 @@ def plan_of(
     )
 
 
-def tier_options(url: str, pairs: list[str]) -> dict[str, object]:
-    """The tier's options from `name=value` pairs, with values as the settings want them.
-
-    Raises:
-        ConfigError: a pair is none.
-    """
-    options: dict[str, object] = {"url": url}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"--option = {pair!r} must be NAME=VALUE, such as allow_http=true")
-        options[name] = _value(text)
-    return options
-
-
-def _value(text: str) -> object:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
 def _numbers(text: str, option: str, most: int) -> list[int]:
     try:
         numbers = sorted({parse_size(_size(part), option) for part in text.split(",")})

@@ -25,10 +25,10 @@ from kvtier.cli.bench_plan import (
     QUICK_SIZES,
     SIZES,
     plan_of,
-    tier_options,
 )
 from kvtier.cli.bench_remote import Plan, RemoteJobs, fresh_keys, shape_text
 from kvtier.cli.bench_report import Row, rows_json, rows_table
+from kvtier.cli.tier_options import TierOptions, tier_options
 from kvtier.core.types import Slot
 from kvtier.tiers.registry import decode_settings, load_tier_type
 
@@ -48,15 +48,7 @@ _ROUND_BYTES = 16 << 20  # small blocks go around several times, so that a round
 
 def bench_valkey(
     url: Annotated[str, typer.Argument(metavar="URL", help="valkey://[user@]host:port[/database]")],
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            "-o",
-            metavar="NAME=VALUE",
-            help="An option of the tier, such as password_file=/run/secrets/kv; repeatable.",
-        ),
-    ] = None,
+    option: TierOptions = None,
     sizes: Annotated[
         str | None, typer.Option(metavar="LIST", help=f"Block sizes.  [default: {SIZES}]")
     ] = None,

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "kvtier.tiers"
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
 _SECRET = re.compile("password|secret|token|credential|key", re.IGNORECASE)
 """What an option is called that may hold one."""
 
@@ -100,23 +102,56 @@ class ChecksBlock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """Where one of our own kinds lives, and the extra of this package that it needs."""
+    """Where one of our own kinds lives.
+
+    Attributes:
+        target: module and class.
+        extra: of this package, that it needs.
+        schemes: of the URLs that lead to one.
+    """
 
     target: str
     extra: str = ""
+    schemes: tuple[str, ...] = ()
 
 
 TIER_TYPES: Mapping[str, BuiltIn] = {
     "fs": BuiltIn("kvtier.tiers.fs.tier_type:FsTierType"),
     "memory": BuiltIn("kvtier.tiers.memory:MemoryTierType"),
-    "object": BuiltIn("kvtier.tiers.object.tier_type:ObjectTierType", "object"),
-    "valkey": BuiltIn("kvtier.tiers.valkey.tier_type:ValkeyTierType", "valkey"),
+    "object": BuiltIn("kvtier.tiers.object.tier_type:ObjectTierType", "object", ("s3", "gs", "az")),
+    "valkey": BuiltIn(
+        "kvtier.tiers.valkey.tier_type:ValkeyTierType",
+        "valkey",
+        ("valkey", "valkeys", "redis", "rediss"),
+    ),
 }
 
 
 def tier_type_names() -> list[str]:
     """Every name that `type` may have, sorted; `pkg.mod:Class` comes on top of them."""
     return sorted({*TIER_TYPES, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is meant to be a URL, and not a path."""
+    return _SCHEME.match(text) is not None
+
+
+def kind_of_url(url: str) -> str:
+    """The `type` of the tier that a URL leads to, by its scheme.
+
+    Raises:
+        ConfigError: there is none; the message repeats nothing of the URL but its scheme.
+    """
+    scheme = url.partition("://")[0]
+    for kind, built_in in TIER_TYPES.items():
+        if scheme in built_in.schemes:
+            return kind
+    schemes = [f"{each}://" for built_in in TIER_TYPES.values() for each in built_in.schemes]
+    raise ConfigError(
+        f"{scheme}:// leads to no tier: a URL begins with {', '.join(schemes)}; the place of an fs "
+        f"tier is a directory"
+    )
 
 
 def load_tier_type(name: str, setting: str) -> TierType:

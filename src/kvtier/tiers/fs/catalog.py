@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import stat
@@ -20,6 +19,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kvtier.errors import ConfigError
+from kvtier.tiers.descriptions import (
+    DESCRIPTION_BYTES_MAX,
+    fact_of,
+    label_of,
+    parse_description,
+)
 from kvtier.tiers.fs.catalog_files import FileBlocks
 from kvtier.tiers.fs.catalog_findings import BLOCK_BYTES_MAX, Deleted, Findings
 from kvtier.tiers.fs.catalog_segments import SegmentBlocks
@@ -35,9 +40,6 @@ if TYPE_CHECKING:
 
     from kvtier.tiers.fs.catalog_findings import BlockEntry
     from kvtier.tiers.fs.page_buffer import PageBuffer
-
-DESCRIPTION_BYTES_MAX = 1 << 20
-"""No description is longer; what is has been put there by somebody else."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _OURS_IN_ROOT = frozenset({MARKER_FILE, CONTROL_DIRECTORY})
@@ -140,15 +142,11 @@ class NamespaceEntry:
     @property
     def label(self) -> str | None:
         """The operator's label."""
-        label = self.description.get("label")
-        return label if isinstance(label, str) else None
+        return label_of(self.description)
 
     def fact(self, *names: str) -> object:
         """A fact by its path below `facts`; None if there is no such."""
-        value: object = self.description.get("facts")
-        for name in names:
-            value = value.get(name) if isinstance(value, dict) else None
-        return value
+        return fact_of(self.description, *names)
 
     def blocks(self, findings: Findings) -> Iterator[tuple[LayoutBlocks, BlockEntry]]:
         """Every block with the layout that keeps it."""
@@ -293,21 +291,13 @@ def _namespace(
             found = os.fstat(descriptor)
             if stat.S_ISREG(found.st_mode):
                 created_s = found.st_mtime
-                description = _description(file.read(DESCRIPTION_BYTES_MAX + 1))
+                description = parse_description(file.read(DESCRIPTION_BYTES_MAX + 1))
                 live = _is_locked(descriptor)
     layouts: list[LayoutBlocks] = [FileBlocks(path)]
     if os.path.isdir(os.path.join(path, STORES_NAME)):
         layouts.append(SegmentBlocks(path, say=say))
     live = live or any(layout.is_used() for layout in layouts)
     return NamespaceEntry(root, digest, description, created_s, live, layouts)
-
-
-def _description(text: bytes) -> dict[str, object]:
-    try:
-        description = json.loads(text) if len(text) <= DESCRIPTION_BYTES_MAX else None
-    except (ValueError, RecursionError):
-        return {}
-    return description if isinstance(description, dict) else {}
 
 
 def _open_description(path: str) -> int:

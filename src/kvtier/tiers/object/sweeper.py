@@ -49,7 +49,7 @@ STALE_TRY_S = 3600.0
 """Age at which an object that a start tried the store with is nobody's any more."""
 
 _BLOCK = re.compile(r"[0-9a-f]{64}/[0-9a-f]{2}/[0-9a-f]+")
-_TRY_PREFIX = ".kvtier-try-"
+TRY_PREFIX = ".kvtier-try-"
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ class Sweeper:
                 written = int(entry["last_modified"].timestamp())
                 if _BLOCK.fullmatch(entry["path"]):
                     bytes_by_second[written] += entry["size"]
-                elif entry["path"].startswith(_TRY_PREFIX) and now - written > STALE_TRY_S:
+                elif entry["path"].startswith(TRY_PREFIX) and now - written > STALE_TRY_S:
                     self._delete(entry)
         used = bytes_by_second.total()
         if used > self._capacity:

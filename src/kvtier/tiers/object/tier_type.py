@@ -19,6 +19,7 @@ from kvtier.tiers.object.settings import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvtier.tiers.object.catalog import ObjectCatalog
     from kvtier.tiers.object.objects import ObjectTier
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,7 @@ class ObjectTierType:
             ConfigError: the settings can never work, or the store cannot be reached and
                 `on_unavailable` is `fail`.
         """
-        if importlib.util.find_spec("obstore") is None:
-            raise ConfigError(f"{setting}: type 'object' needs pip install 'kvtier[object]'")
+        _require_client(setting)
         place_of(settings, setting)
         ca_certificates(settings, setting)
         capacity_of(settings, setting)
@@ -74,3 +74,21 @@ class ObjectTierType:
         from kvtier.tiers.object.store import open_store  # noqa: PLC0415
 
         return ObjectTier(open_store(settings), namespace, facts, settings)
+
+    def open_catalog(self, settings: ObjectSettings, setting: str) -> ObjectCatalog:
+        """What lies below the prefix, for the command line.
+
+        Raises:
+            ConfigError: the settings can never work.
+            KVTierError: the store cannot be reached, or refuses.
+        """
+        _require_client(setting)
+        place_of(settings, setting)
+        from kvtier.tiers.object.catalog import ObjectCatalog  # noqa: PLC0415 - as above
+
+        return ObjectCatalog(settings, setting)
+
+
+def _require_client(setting: str) -> None:
+    if importlib.util.find_spec("obstore") is None:
+        raise ConfigError(f"{setting}: type 'object' needs pip install 'kvtier[object]'")

@@ -3,6 +3,7 @@
     <prefix><16 hex of the namespace>:{<key hex>}h      the header
     <prefix><16 hex of the namespace>:{<key hex>}0      the row, or its first part
     <prefix><16 hex of the namespace>:{<key hex>}1      ... what is beyond the server's limit
+    <prefix><16 hex of the namespace>:namespace         what the namespace stands for, JSON
 
 1. Header and row lie apart in memory, and a client sends and fills one buffer per key: so nothing
    is copied to bring them together.
@@ -10,16 +11,18 @@
    braces decides the node of a cluster: the parts of a block are on one node, and the blocks of a
    namespace on all of them.
 3. Sixteen digits tell namespaces apart in listings; the envelope of a block holds all of them.
+4. What has another form is nobody's here, also below the prefix.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvtier.core.types import BlockKey
-from kvtier.envelope import HEADER_BYTES
+from kvtier.envelope import HEADER_BYTES, MAX_KEY_BYTES
 from kvtier.errors import TierError
 
 if TYPE_CHECKING:
@@ -33,7 +36,22 @@ BULK_BYTES_MAX = 512 << 20
 BLOCK_BYTES_MAX = 900 << 20
 """A command may not be longer than `client-query-buffer-limit`, 1 GiB."""
 
-_SHORT = 16
+SHORT_DIGITS = 16
+"""Digits of a namespace's digest that its keys have."""
+
+TRIAL_NAMESPACE = "start"
+"""In place of a namespace while a start tries what it may do; such keys live for moments."""
+
+HEADER_PART = -1
+"""In place of the number of a part of the row."""
+
+
+_DESCRIPTION = b"namespace"
+
+_NAME = (
+    rb"(?P<namespace>[0-9a-f]{%d}):(?:%s|\{(?P<key>(?:[0-9a-f]{2}){1,%d})\}(?P<part>h|0|[1-9]\d{0,3}))"
+    % (SHORT_DIGITS, _DESCRIPTION, MAX_KEY_BYTES)
+)
 
 
 class Names:
@@ -45,7 +63,12 @@ class Names:
     """
 
     def __init__(self, prefix: str, namespace: str) -> None:
-        self._head = f"{prefix}{namespace[:_SHORT]}:{{".encode()
+        self._head = f"{prefix}{namespace[:SHORT_DIGITS]}:{{".encode()
+
+    @property
+    def description(self) -> bytes:
+        """The name of the namespace's description."""
+        return self._head.removesuffix(b"{") + _DESCRIPTION
 
     def of(self, key: BlockKey, num_parts: int = 2) -> list[bytes]:
         """The names of a block's parts, the header first."""
@@ -61,6 +84,43 @@ class Names:
             return BlockKey(bytes.fromhex(digits.decode())) if brace else None
         except ValueError:
             return None
+
+
+class Name(NamedTuple):
+    """What a name of the server says.
+
+    Attributes:
+        namespace: the first `SHORT_DIGITS` digits of its digest.
+        key: of the block; None for the description of the namespace.
+        part: of the row, from 0; or `HEADER_PART`.
+    """
+
+    namespace: str
+    key: BlockKey | None
+    part: int
+
+
+class NameForms:
+    """Tells names that the tier makes from those that it does not.
+
+    Args:
+        prefix: what every key begins with.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._form = re.compile(re.escape(prefix.encode()) + _NAME)
+
+    def parse(self, name: bytes) -> Name | None:
+        """What a name says; None if it has none of the forms above."""
+        match = self._form.fullmatch(name)
+        if match is None:
+            return None
+        namespace = match["namespace"].decode()
+        if match["key"] is None:
+            return Name(namespace, None, HEADER_PART)
+        part = match["part"]
+        key = BlockKey(bytes.fromhex(match["key"].decode()))
+        return Name(namespace, key, HEADER_PART if part == b"h" else int(part))
 
 
 class Parts:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvtier.core.types import BlockKey
 from kvtier.errors import ConfigError, TierDeniedError, TierError, TierUnreachableError
 from kvtier.tiers.valkey.address import Node
-from kvtier.tiers.valkey.keys import BULK_BYTES_MAX, Names
+from kvtier.tiers.valkey.keys import BULK_BYTES_MAX, TRIAL_NAMESPACE, Names
 from kvtier.tiers.valkey.settings import refuse_database
 from kvtier.tiers.valkey.wire import Wire
 
@@ -84,7 +84,7 @@ def examine(endpoint: Endpoint, setting: str) -> Facts:
     """
     wire = Wire(endpoint, endpoint.address.node)
     try:
-        facts = _facts(wire, endpoint, setting)
+        facts = describe_server(wire, endpoint, setting)
         _try_commands(wire, endpoint)
     finally:
         wire.close()
@@ -114,7 +114,13 @@ def figures_in(info: str) -> dict[str, int]:
     return {name: int(value) for name, _, value in pairs if value.strip().isdecimal()}
 
 
-def _facts(wire: Wire, endpoint: Endpoint, setting: str) -> Facts:
+def describe_server(wire: Wire, endpoint: Endpoint, setting: str) -> Facts:
+    """What the server says of itself; changes nothing there.
+
+    Raises:
+        ConfigError: these settings can never work with it.
+        TierUnreachableError: it does not answer.
+    """
     info = _try_info(wire)
     mode = info.get("redis_mode", info.get("server_mode", ""))
     if mode == "sentinel":
@@ -176,7 +182,7 @@ def _try_config(wire: Wire, option: str) -> str | None:
 
 def _try_commands(wire: Wire, endpoint: Endpoint) -> None:
     """Run every command that blocks need, on a key that no block has."""
-    name = Names(endpoint.prefix, "start").of(_SAMPLE)[0]
+    name = Names(endpoint.prefix, TRIAL_NAMESPACE).of(_SAMPLE)[0]
     refused = []
     commands: list[tuple[str | bytes, ...]] = [
         ("EXISTS", name, name),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import time
 from typing import TYPE_CHECKING
 
 from glide_sync import Batch, ClusterBatch, GlideClusterClient, TEncodable
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 CALL_BYTES_MAX = 2 << 20
 """Blocks go together into a command up to this many bytes: longer ones are not faster, and keep the
 server from everybody else."""
+
+DESCRIPTION_TTL_MS = 30 * 86_400_000
+"""With a time to live for blocks, descriptions live as long, but at least this after a start."""
 
 _TOO_LONG = "Value size exceeds buffer capacity"
 
@@ -52,6 +57,23 @@ class ValkeyTier:
         self._part_max = part_max
         self._ttl_ms = ttl_ms
         self._watch = watch
+
+    def describe(self, facts: Mapping[str, object]) -> None:
+        """Have the server keep what the namespace stands for, and since when, unless it does.
+
+        Raises:
+            TierError: the server refuses, or cannot be reached.
+        """
+        name = self._names.description
+        text = json.dumps({**facts, "created_s": round(time.time(), 3)}, sort_keys=True)
+
+        def tell(client: Client) -> None:
+            if client.mget([name])[0] is None:
+                client.mset({name: text})  # two at once tell the same
+            if self._ttl_ms is not None:
+                client.pexpire(name, max(self._ttl_ms, DESCRIPTION_TTL_MS))
+
+        self._connections.run(tell)
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether header and row of each key are there: one pipeline.

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from typing import TYPE_CHECKING
 
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, KVTierError, TierError
 from kvtier.tiers.valkey.keys import Names
 from kvtier.tiers.valkey.server import examine
 from kvtier.tiers.valkey.settings import ValkeySettings, endpoint_of
@@ -14,6 +14,7 @@ from kvtier.tiers.valkey.settings import ValkeySettings, endpoint_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvtier.tiers.valkey.catalog import ValkeyCatalog
     from kvtier.tiers.valkey.tier import ValkeyTier
 
 if importlib.util.find_spec("glide_sync") is None:
@@ -64,9 +65,9 @@ class ValkeyTierType:
         self,
         settings: ValkeySettings,
         namespace: str,
-        facts: Mapping[str, object],  # noqa: ARG002 - a server has no place to show them
+        facts: Mapping[str, object],
     ) -> ValkeyTier:
-        """Connect, and begin to listen.
+        """Connect, describe the namespace, and begin to listen.
 
         Raises:
             ConfigError: the settings do not fit the server.
@@ -96,4 +97,19 @@ class ValkeyTierType:
         except BaseException:
             tier.close()
             raise
+        try:
+            tier.describe(facts)
+        except KVTierError as error:  # of use to people alone
+            logger.debug("The valkey tier cannot describe its namespace: %s", error)
         return tier
+
+    def open_catalog(self, settings: ValkeySettings, setting: str) -> ValkeyCatalog:
+        """What lies there, for the command line.
+
+        Raises:
+            ConfigError: an option cannot be used.
+            TierError: the server refuses us, or cannot be reached.
+        """
+        from kvtier.tiers.valkey.catalog import ValkeyCatalog  # noqa: PLC0415 - as above
+
+        return ValkeyCatalog(endpoint_of(settings, setting), setting)

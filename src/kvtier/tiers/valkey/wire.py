@@ -16,7 +16,7 @@ from kvtier.errors import TierDeniedError, TierError, TierUnreachableError
 from kvtier.tiers.valkey.faults import refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kvtier.tiers.valkey.address import Node
     from kvtier.tiers.valkey.settings import Endpoint
@@ -139,16 +139,26 @@ class Wire:
         Raises:
             TierError: the reply is a refusal, or none comes.
         """
-        try:
-            self.socket.sendall(command(*words))
-            while not self._waiting:
-                self._waiting += self.receive()
-        except OSError as error:
-            raise TierUnreachableError(f"{self.node} does not answer: {error}") from error
-        reply = self._waiting.pop(0)
+        (reply,) = self.ask_all([words])
         if isinstance(reply, TierError):
             raise reply
         return reply
+
+    def ask_all(self, commands: Sequence[Sequence[str | bytes]]) -> list[Reply]:
+        """Send commands together and wait for all replies, in order; refusals are among them.
+
+        Raises:
+            TierUnreachableError: they do not come.
+        """
+        try:
+            self.socket.sendall(b"".join(command(*words) for words in commands))
+            while len(self._waiting) < len(commands):
+                self._waiting += self.receive()
+        except OSError as error:
+            raise TierUnreachableError(f"{self.node} does not answer: {error}") from error
+        replies = self._waiting[: len(commands)]
+        del self._waiting[: len(commands)]
+        return replies
 
     def receive(self) -> list[Reply]:
         """What has come, complete or not; waits for something.
