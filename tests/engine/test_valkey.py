@@ -57,9 +57,9 @@ def start(engines, *tiers, **more):
 
 
 def writing(server) -> int:
-    """Connections that last asked the server to write."""
-    clients = server.ask("CLIENT", "LIST")
-    return clients.count(b" cmd=mset ")
+    """Writes that the server was told to pause."""
+    clients = server.ask("CLIENT", "LIST").splitlines()
+    return sum(b" flags=b " in client and b" cmd=mset " in client for client in clients)
 
 
 def valkey_tokens(engine) -> float:
