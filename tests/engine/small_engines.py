@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import random
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from kvtier.tiers.fs.catalog_findings import Findings
 
 BLOCK = 32
 """Tokens per GPU block."""
+DEADLINE_S = 60.0
+"""What anything may take to become so."""
 
 _SHAPES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gqa": ("make_gqa_model", {"layers": 3, "hidden": 128, "heads": 4, "kv_heads": 2}),
@@ -137,3 +140,34 @@ def stored_blocks(root: Path) -> int:
 def block_files(root: Path) -> list[Path]:
     """Files of blocks below the root of an fs tier."""
     return sorted(p for p in root.glob("*/???/*") if not p.name.endswith(".tmp"))
+
+
+def until(reached: Callable[[], object]) -> None:
+    """Look again until something is so."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started, and theirs."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *children(child)]
+    return found
+
+
+def comes_back(engine: Engine, asked: list[int], expected: list[list[int]], tier: str) -> None:
+    """Ask again until a tier serves all of a prompt; the tokens are right all the while."""
+    whole = {tier: (len(asked) - 1) // BLOCK * BLOCK}
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        engine.drop_pool()
+        answer = engine.generate(asked)
+        assert answer.tokens == expected
+        if answer.tiers == whole:
+            return
+        assert time.monotonic() < deadline, (answer.tiers, engine.call("look"))
+        time.sleep(0.1)

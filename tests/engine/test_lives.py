@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 from engine_client import SERVER_LIKE, EngineError
-from small_engines import connector_settings, engine_arguments, stored_blocks
+from small_engines import children, connector_settings, engine_arguments, stored_blocks, until
 
 from kvtier.tiers.fs.marker import mark
 
 pytestmark = pytest.mark.engine
-
-DEADLINE_S = 60.0
-
-
-def until(reached) -> None:
-    """Look again until something is so."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 class Family:
@@ -77,14 +66,6 @@ def kvtier_files() -> set[str]:
 
 def has_a_pool(pid: int) -> bool:
     return "memfd:kvtier" in Path(f"/proc/{pid}/maps").read_text()
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *children(child)]
-    return found
 
 
 def scripted(root):

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
-from engine_client import ONE_PROCESS
+from remote_tiers import BUCKET, object_environment, object_tier
+from small_engines import comes_back
 
 pytest.importorskip("obstore")
 
 from kvtier.testing.http_proxy import Answer, HttpFaultProxy, Rule
 from kvtier.testing.proxy import Behaviour
-from kvtier.testing.s3_servers import ACCESS_KEY, SECRET_KEY, JuiceServer
+from kvtier.testing.s3_servers import JuiceServer
 
 pytestmark = pytest.mark.engine
-
-BUCKET = "kvtier-test"
-DEADLINE_S = 60.0
-
-ENVIRONMENT = {
-    **ONE_PROCESS,
-    "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-    "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-}
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +30,14 @@ def proxy(server):
         yield proxy
 
 
-def tier(proxy, prefix: str) -> dict[str, object]:
-    return {
-        "type": "object",
-        "url": f"s3://{BUCKET}/{prefix}",
-        "endpoint": f"http://{proxy.address[0]}:{proxy.address[1]}",
-        "allow_http": True,
-        "timeout_s": 1.0,
-        "retries": 0,
-    }
-
-
 def start(engines, *tiers, **more):
-    return engines.start("gqa", environment=ENVIRONMENT, secondary_tiers=list(tiers), **more)
+    return engines.start(
+        "gqa", environment=object_environment(), secondary_tiers=list(tiers), **more
+    )
 
 
 def test_two_engines_share_a_bucket_and_tenants_do_not(engines, proxy, prompt) -> None:
-    first = start(engines, tier(proxy, "shared"))
+    first = start(engines, object_tier(proxy, "shared"))
     prompts = [prompt(500), prompt(300)]
     expected = first.reference(*prompts)
     assert first.generate(prompts[0], salt="tenant").cached == 0
@@ -64,7 +45,7 @@ def test_two_engines_share_a_bucket_and_tenants_do_not(engines, proxy, prompt) -
     answer = first.generate(*prompts)
     assert answer.tokens == expected
     assert answer.tiers == {"object": 480 + 288}
-    second = start(engines, tier(proxy, "shared"))
+    second = start(engines, object_tier(proxy, "shared"))
     answer = second.generate(*prompts)
     assert answer.tokens == expected
     assert answer.tiers == {"object": 480 + 288}
@@ -77,7 +58,11 @@ def test_two_engines_share_a_bucket_and_tenants_do_not(engines, proxy, prompt) -
 
 def test_a_store_that_fails_in_every_way_costs_its_hits_alone(engines, proxy, prompt) -> None:
     engine = start(
-        engines, tier(proxy, "faults"), tier_failures_max=2, tier_backoff_ms=200, max_wait_ms=5000
+        engines,
+        object_tier(proxy, "faults"),
+        tier_failures_max=2,
+        tier_backoff_ms=200,
+        max_wait_ms=5000,
     )
     asked = prompt(500)
     expected = engine.reference(asked)
@@ -98,13 +83,13 @@ def test_a_store_that_fails_in_every_way_costs_its_hits_alone(engines, proxy, pr
         assert answer.tokens == expected, fault
         assert answer.cached == 0, fault
         proxy.rules, proxy.behaviour = [], Behaviour()
-        comes_back(engine, asked, expected)
+        comes_back(engine, asked, expected, "object")
     engine.stop()
 
 
 def test_a_killed_server_comes_back(engines, server, proxy, prompt, tmp_path) -> None:
     files = {"type": "fs", "root_dir": str(tmp_path)}
-    engine = start(engines, files, tier(proxy, "killed"), tier_backoff_ms=200)
+    engine = start(engines, files, object_tier(proxy, "killed"), tier_backoff_ms=200)
     asked = prompt(500)
     expected = engine.reference(asked)
     server.kill()
@@ -117,21 +102,8 @@ def test_a_killed_server_comes_back(engines, server, proxy, prompt, tmp_path) ->
     later_expected = engine.reference(later)
     server.start()
     engine.stop()
-    again = start(engines, tier(proxy, "killed"))
+    again = start(engines, object_tier(proxy, "killed"))
     answer = again.generate(asked)
     assert (answer.tokens, answer.tiers) == (expected, {"object": 480})
     assert again.generate(later).tokens == later_expected
     again.stop()
-
-
-def comes_back(engine, asked, expected) -> None:
-    """Ask again until the store serves the prompt."""
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
-        engine.drop_pool()
-        answer = engine.generate(asked)
-        assert answer.tokens == expected
-        if answer.tiers == {"object": 480}:
-            return
-        assert time.monotonic() < deadline, engine.call("look")
-        time.sleep(0.1)

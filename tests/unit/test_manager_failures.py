@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvtier.core.types import Done, Dropped, JobId, Probe, Reason, Removed, Stored
 from kvtier.testing.engine import key_of
 from kvtier.testing.world import T0, T1, World
@@ -35,6 +37,27 @@ def test_a_failed_block_is_read_from_the_next_tier() -> None:
     world.holding[T0].clear()
     assert world.until_answered("a") == 1
     assert world.manager.source_of("a", key_of(0)) == T1
+
+
+@pytest.mark.parametrize("slow_s", [0.0, 1.0])
+def test_a_tier_that_answers_is_not_held_up_by_a_slower_one_alone(slow_s: float) -> None:
+    """T0 does not answer. It comes first, unless it was measured to be the slower one."""
+    world = World(8, 8, tiers=2)
+    if slow_s:
+        speed = world.manager.ledger.speeds[T0]
+        speed.submitted(1)
+        speed.ended(1, 1, 0.0, slow_s)
+        world.step(slow_s)
+    world.hung.add(T0)
+    world.fill(T1, [0, 1])
+    world.open("a", [0, 1])
+    assert world.ask("a") is None
+    world.step()
+    assert any(isinstance(command, Probe) for command in world.stuck)
+    for _ in range(3):
+        answer = world.ask("a")
+        world.step()
+    assert answer == (2 if slow_s else None)
 
 
 def test_a_store_that_fails_is_never_readable() -> None:

@@ -235,6 +235,7 @@ class Ledger:
             case Probe():
                 for request in job.waiters:
                     request.waits.discard(job)
+                    self._hurry_past(request, tier)
                 if current:
                     # A write or the tier itself may have told more than the probe saw.
                     bad = self.presence[tier].unanswered(bad, job_id)
@@ -328,6 +329,17 @@ class Ledger:
             if not block.condemned and not block.ready:
                 self._pool.forget(block)
             self._pool.unpin(block)
+
+    def _hurry_past(self, request: Request, tier: TierId) -> None:
+        """A tier has answered a request: let it ask again before slower ones have. What this tier
+        has, it need not wait for; for the rest it waits on.
+        """
+        rank = (self.speeds[tier].expect(1, self.now), tier)
+        for wait in tuple(request.waits):
+            if isinstance(wait, Job) and isinstance(wait.command, Probe):
+                other = wait.command.tier
+                if (self.speeds[other].expect(1, self.now), other) > rank:
+                    request.waits.discard(wait)
 
     def _abandon_all(self, tier: TierId, *, reads: bool) -> None:
         """Its circuit opened: nobody waits for it."""
