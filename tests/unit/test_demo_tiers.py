@@ -116,11 +116,13 @@ def test_a_server_ends_however_the_demo_ends(tmp_path, number) -> None:
     )
     assert demo.stdout is not None
     port = demo.stdout.readline().strip().rpartition(":")[2]
-    server = process_with(f"127.0.0.1:{port}")
-    watch = process_with(f"sys.argv[1]), 9) {server}")
-    demo.send_signal(number)
-    demo.wait()
-    demo.stdout.close()
+    try:
+        server = process_with(f"127.0.0.1:{port}")
+        watch = process_with(f"sys.argv[1]), 9) {server}")
+    finally:
+        demo.send_signal(number)
+        demo.wait()
+        demo.stdout.close()
     deadline = time.monotonic() + SECONDS
     while alive(server) or alive(watch):
         assert time.monotonic() < deadline, "a process was left behind"
