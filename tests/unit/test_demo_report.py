@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from kvtier.cli.demo import connector_config
+from kvtier.cli.demo import PATIENCE_MS, connector_config
 from kvtier.cli.demo_plan import plan_for
 from kvtier.cli.demo_report import DEFAULT_PLAN, Phase, Report, hit_tokens_of
+from kvtier.config import Settings
 
 OWN_TIER = {"cold": None, "device": "device", "dram": "dram", "disk": "fs", "restart": "fs"}
 
@@ -207,11 +208,19 @@ def test_a_reset_keeps_what_is_in_the_tiers() -> None:
     config = connector_config([one])
     assert config["weights_epoch"] == "demo"
     assert config["secondary_tiers"] == [one]
-    assert "cascade_share" not in config
+    assert not {"cascade_share", "tier_stall_ms", "job_deadline_ms"} & set(config)
+
+
+@pytest.mark.parametrize("kinds", [("fs",), ("object",), ("valkey", "object"), ("fs", "object")])
+def test_the_configuration_is_one_that_kvtier_takes(kinds: tuple[str, ...]) -> None:
+    settings = Settings.decode(connector_config([{"type": kind} for kind in kinds]))
+    assert [tier.type for tier in settings.secondary_tiers] == list(kinds)
+    patient = settings.tier_stall_ms == settings.job_deadline_ms == PATIENCE_MS
+    assert patient == (kinds != ("fs",))
 
 
 def test_a_prompt_fits_the_share_of_each_of_several_tiers() -> None:
-    config = connector_config([{"type": "fs", "root_dir": "/place"}, {"type": "valkey"}, {}])
+    config = connector_config([{"type": "fs"}, {"type": "valkey"}, {"type": "object"}])
     shares = config["cascade_share"], config["promotion_share"]
     assert sum(shares) <= 0.9  # what the settings allow
     prompt_bytes = 6000 * 12 * 2 * 4 * 64 * 4  # tokens, layers, K and V, heads, width, float32

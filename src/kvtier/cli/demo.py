@@ -40,6 +40,7 @@ CONTINUATION_TOKENS: Final = 16
 TOKENS_PER_BLOCK: Final = 32  # vLLM's CPU attention wants a multiple of 32
 RECOMPUTED_PROMPTS: Final = 3
 SETTLE_TIMEOUT_S: Final = 60.0
+PATIENCE_MS: Final = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +184,14 @@ class _Demo:
 def connector_config(tiers: list[dict[str, Any]]) -> dict[str, Any]:
     """The connector's extra configuration: kvtier with a DRAM pool and these tiers."""
     # Tiers divide what writes may pin of the pool: let a share still hold a whole prompt.
-    shares = {"cascade_share": 0.45, "promotion_share": 0.45} if len(tiers) > 1 else {}
+    more: dict[str, Any] = {}
+    if len(tiers) > 1:
+        more |= {"cascade_share": 0.45, "promotion_share": 0.45}
+    if any(tier["type"] != "fs" for tier in tiers):
+        # A server that has to wait for the engine's cores is slow, and not to be left alone.
+        more |= {"tier_stall_ms": PATIENCE_MS, "job_deadline_ms": PATIENCE_MS}
     return {
-        **shares,
+        **more,
         "spec_name": "KVTierSpec",
         "spec_module_path": "kvtier.vllm",
         "cpu_bytes_to_use": "1GiB",
