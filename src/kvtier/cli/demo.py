@@ -1,13 +1,8 @@
 """`kvtier demo`: one prompt, served by each tier of a real vLLM on this machine.
 
-cold     the prompt is computed for the first time and goes device -> DRAM -> disk
-device   it comes from vLLM's own cache
-         unseen prompts of the same length overflow that cache: what computing costs
-dram     it comes from the DRAM pool
-         the pool and the device cache are emptied
-disk     it comes from the fs tier
-         the engine ends; another one starts over the same directory
-restart  it comes from the fs tier again
+The prompt is computed for the first time and goes device -> DRAM -> tiers. Then it is asked for
+again and again, after what served it was emptied: see `demo_plan`. What computing costs is measured
+by unseen prompts of the same length, which overflow the device cache on the way.
 """
 
 from __future__ import annotations
@@ -24,26 +19,28 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.cli.demo_life import engine_life
 from kvtier.cli.demo_lines import Start
-from kvtier.cli.demo_report import OWN_TIER, TIERS, Phase, Report
+from kvtier.cli.demo_plan import Before
+from kvtier.cli.demo_report import DEFAULT_PLAN, Phase, Report, hit_tokens_of
+from kvtier.cli.demo_tiers import open_places
 from kvtier.errors import ConfigError
 from kvtier.testing.models import make_demo_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from rich.console import Console
 
     from kvtier.cli.demo_life import EngineLife
     from kvtier.cli.demo_lines import Generated
+    from kvtier.cli.demo_plan import DemoPlan
+    from kvtier.cli.demo_tiers import Place
 
 PROMPT_TOKENS: Final = 6_000
 CONTINUATION_TOKENS: Final = 16
 TOKENS_PER_BLOCK: Final = 32  # vLLM's CPU attention wants a multiple of 32
 RECOMPUTED_PROMPTS: Final = 3
 SETTLE_TIMEOUT_S: Final = 60.0
-TIER_DIRECTORY: Final = "tier"
-
-_TIER_OF_SOURCE: Final = {"device": "device", "host": "dram", "disk": "fs"}
+PATIENCE_MS: Final = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +48,11 @@ class DemoOptions:
     """What the command line says."""
 
     keep: Path | None = None
-    """Where model, tier and logs stay; None: a temporary directory that is removed."""
+    """Where model, tiers and logs stay; None: a temporary directory that is removed."""
     model: Path | None = None
     """A model on disk; None: one with random weights."""
     tensor_parallel: int = 1
+    plan: DemoPlan = DEFAULT_PLAN
 
 
 def run_demo(options: DemoOptions, messages: Console) -> Report:
@@ -62,13 +60,16 @@ def run_demo(options: DemoOptions, messages: Console) -> Report:
 
     Raises:
         ConfigError: The machine has too few cores for the ranks, or the model is not one.
-        DemoError: An engine failed; its log is in the message.
+        DemoError: An engine failed; its log is in the message. Or a server did not start.
     """
     environment = _engine_environment(options.tensor_parallel)
-    with _directory(options.keep) as directory:
+    with _directory(options.keep) as directory, ExitStack() as until_done:
         model = options.model or make_demo_model(directory / "model")
-        (directory / TIER_DIRECTORY).mkdir(exist_ok=True)
-        return _Demo(options, messages, directory, model, environment).run()
+        with messages.status(f"Preparing {' and '.join(options.plan.tiers)}"):
+            places = until_done.enter_context(open_places(options.plan.tiers, directory))
+        for place in places.values():
+            environment.update(place.environment)
+        return _Demo(options, messages, directory, model, environment, places).run()
 
 
 class _Demo:
@@ -79,7 +80,10 @@ class _Demo:
         directory: Path,
         model: Path,
         environment: dict[str, str],
+        places: Mapping[str, Place],
     ) -> None:
+        self._plan = options.plan
+        self._places = places
         self._messages = messages
         self._directory = directory
         self._environment = environment
@@ -98,44 +102,60 @@ class _Demo:
             device_blocks=self._max_len * 4 // 3 // TOKENS_PER_BLOCK + 2,
             tensor_parallel=options.tensor_parallel,
             dtype="auto" if options.model else "float32",
-            connector=connector_config(directory / TIER_DIRECTORY),
+            connector=connector_config([dict(place.settings) for place in places.values()]),
         )
+        self._recomputed: list[float] = []
 
     def run(self) -> Report:
         prompt = self._unseen(self._prompt_tokens)
         served: dict[str, Generated] = {}
-        with self._engine(1) as engine:
-            served["cold"] = self._generate(engine, "cold", prompt)
-            served["device"] = self._generate(engine, "device", prompt)
-            recomputed = [
-                self._generate(engine, "recompute", self._unseen(self._prompt_tokens)).ttft_s
-                for _ in range(RECOMPUTED_PROMPTS)
-            ]
-            self._settle(engine)
-            served["dram"] = self._generate(engine, "dram", prompt)
-            self._settle(engine)
-            engine.drop_pool(SETTLE_TIMEOUT_S)
-            served["disk"] = self._generate(engine, "disk", prompt)
-        with self._engine(2) as engine:
-            served["restart"] = self._generate(engine, "restart", prompt)
+        for number, life in enumerate(self._plan.lives, start=1):
+            for tier in life.emptied:
+                self._empty(tier)
+            with self._engine(number) as engine:
+                for step in life.steps:
+                    self._prepare(engine, step.before)
+                    served[step.name] = self._generate(engine, step.name, prompt)
         return Report(
             [
                 Phase(
                     name=name,
-                    ttft_s=served[name].ttft_s,
-                    recompute_ttft_s=statistics.median(recomputed),
-                    tokens_equal=served[name].tokens == served["device"].tokens,
-                    hit_tokens=hit_tokens_by_tier(served[name].hit_tokens),
+                    ttft_s=each.ttft_s,
+                    recompute_ttft_s=statistics.median(self._recomputed),
+                    tokens_equal=each.tokens == served["device"].tokens,
+                    hit_tokens=self._hit_tokens(each),
                 )
-                for name in OWN_TIER
-            ]
+                for name, each in served.items()
+            ],
+            self._plan,
         )
+
+    def _empty(self, tier: str) -> None:
+        empty = self._places[tier].empty
+        assert empty is not None, f"no plan empties {tier}"
+        empty()
+        self._messages.print(f"{tier} was emptied")
+
+    def _prepare(self, engine: EngineLife, before: Before) -> None:
+        match before:
+            case Before.NOTHING:
+                pass
+            case Before.OVERFLOW:
+                for _ in range(RECOMPUTED_PROMPTS):
+                    unseen = self._unseen(self._prompt_tokens)
+                    self._recomputed.append(self._generate(engine, "recompute", unseen).ttft_s)
+                self._settle(engine)
+            case Before.DROP_POOL:
+                self._settle(engine)
+                engine.drop_pool(SETTLE_TIMEOUT_S)
 
     @contextmanager
     def _engine(self, life: int) -> Iterator[EngineLife]:
         log = self._directory / f"engine-{life}.log"
         with ExitStack() as until_done:
-            with self._messages.status(f"Starting vLLM ({life} of 2), its log is {log}"):
+            with self._messages.status(
+                f"Starting vLLM ({life} of {len(self._plan.lives)}), its log is {log}"
+            ):
                 engine = until_done.enter_context(engine_life(self._start, log, self._environment))
             with self._messages.status("Warming up"):
                 # The first long prefill pays for memory and threads; no phase should.
@@ -145,38 +165,40 @@ class _Demo:
     def _generate(self, engine: EngineLife, name: str, prompt: list[int]) -> Generated:
         with self._messages.status(f"{name}: a prompt of {len(prompt):,} tokens"):
             served = engine.generate(prompt, CONTINUATION_TOKENS)
-        hits = {tier: n for tier, n in hit_tokens_by_tier(served.hit_tokens).items() if n}
+        hits = {tier: n for tier, n in self._hit_tokens(served).items() if n}
         sources = ", ".join(f"{n:,} tokens from {tier}" for tier, n in hits.items())
         self._messages.print(f"{name}: {served.ttft_s:.3f} s, {sources or 'nothing cached'}")
         return served
 
+    def _hit_tokens(self, served: Generated) -> dict[str, int]:
+        return hit_tokens_of(served.hit_tokens, served.tier_tokens, self._plan)
+
     def _settle(self, engine: EngineLife) -> None:
-        with self._messages.status("Waiting until everything is on disk"):
+        with self._messages.status(f"Waiting for writes to {' and '.join(self._plan.tiers)}"):
             engine.settle(SETTLE_TIMEOUT_S)
 
     def _unseen(self, tokens: int) -> list[int]:
         return self._random.choices(range(self._vocab), k=tokens)
 
 
-def connector_config(tier: Path) -> dict[str, Any]:
-    """The connector's extra configuration: kvtier with a DRAM pool and one fs tier."""
+def connector_config(tiers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The connector's extra configuration: kvtier with a DRAM pool and these tiers."""
+    # Tiers divide what writes may pin of the pool: let a share still hold a whole prompt.
+    more: dict[str, Any] = {}
+    if len(tiers) > 1:
+        more |= {"cascade_share": 0.45, "promotion_share": 0.45}
+    if any(tier["type"] != "fs" for tier in tiers):
+        # A server that has to wait for the engine's cores is slow, and not to be left alone.
+        more |= {"tier_stall_ms": PATIENCE_MS, "job_deadline_ms": PATIENCE_MS}
     return {
+        **more,
         "spec_name": "KVTierSpec",
         "spec_module_path": "kvtier.vllm",
         "cpu_bytes_to_use": "1GiB",
-        # The weights stay the same over a reset, so what is on disk stays valid.
+        # The weights stay the same over a reset, so what the tiers hold stays valid.
         "weights_epoch": "demo",
-        "secondary_tiers": [{"type": "fs", "root_dir": str(tier)}],
+        "secondary_tiers": tiers,
     }
-
-
-def hit_tokens_by_tier(by_source: dict[str, int]) -> dict[str, int]:
-    """Renames the sources of hits to the demo's tiers; a source that is none keeps its name."""
-    hits = dict.fromkeys(TIERS, 0)
-    for source, tokens in by_source.items():
-        if source in _TIER_OF_SOURCE or tokens:
-            hits[_TIER_OF_SOURCE.get(source, source)] = tokens
-    return hits
 
 
 def _engine_environment(tensor_parallel: int) -> dict[str, str]:

@@ -27,12 +27,15 @@ from kvtier.cli.demo_lines import (
     Settle,
     Start,
 )
-from kvtier.metrics import JOBS_IN_FLIGHT, PINNED_SLOTS
+from kvtier.metrics import HIT_TOKENS, JOBS_IN_FLIGHT, PINNED_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HITS: Final = "vllm:prompt_tokens_cached_by_source"
+HITS: Final = ("vllm:prompt_tokens_cached_by_source", "source")
+TIER_HITS: Final = (HIT_TOKENS.name, "tier")
+"""Counters of cached prompt tokens by vLLM and by kvtier, each with the label that says whose."""
+
 IN_FLIGHT: Final = (PINNED_SLOTS.name, JOBS_IN_FLIGHT.name)
 """Gauges that are zero when nothing is on its way from the device to the pool, or to a tier."""
 
@@ -75,13 +78,19 @@ class Engine:
 
     def generate(self, order: Generate) -> Generated:
         """Continues the prompt, and says where its prefix came from."""
-        before = self._hit_tokens()
+        counts = (HITS, TIER_HITS)
+        before = [self._count(*count) for count in counts]
         request = self._run(order.prompt, order.tokens)
-        after = self._hit_tokens()
+        after = [self._count(*count) for count in counts]
+        hit_tokens, tier_tokens = (
+            {label: later[label] - earlier[label] for label in later}
+            for earlier, later in zip(before, after, strict=True)
+        )
         return Generated(
             tokens=list(request.outputs[0].token_ids),
             ttft_s=request.metrics.first_token_latency,
-            hit_tokens={source: after[source] - before[source] for source in after},
+            hit_tokens=hit_tokens,
+            tier_tokens=tier_tokens,
         )
 
     def settle(self, order: Settle) -> Answer:
@@ -122,12 +131,13 @@ class Engine:
         by_name = {name: [m.value for m in found if m.name == name] for name in IN_FLIGHT}
         return {name: sum(values) if values else None for name, values in by_name.items()}
 
-    def _hit_tokens(self) -> dict[str, int]:
-        by_source: defaultdict[str, int] = defaultdict(int)
+    def _count(self, name: str, label: str) -> defaultdict[str, int]:
+        """A counter's values, by one of its labels."""
+        by_label: defaultdict[str, int] = defaultdict(int)
         for metric in self._llm.get_metrics():
-            if metric.name == HITS:
-                by_source[metric.labels["source"]] += metric.value
-        return by_source
+            if metric.name == name:
+                by_label[metric.labels[label]] += int(metric.value)
+        return by_label
 
 
 def _answer(engine: Engine, order: Order) -> Answer:

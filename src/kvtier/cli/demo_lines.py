@@ -58,6 +58,8 @@ class Generated(msgspec.Struct, frozen=True, tag="generated"):
     """Time to first token by the engine's own clock, seconds."""
     hit_tokens: dict[str, int]
     """Prompt tokens that were not computed, by vLLM's name of their source; zeros included."""
+    tier_tokens: dict[str, int]
+    """Those of them that kvtier gave, by its own count and name of the tier; zeros included."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
