@@ -51,14 +51,14 @@ class TestThreadedDriverOverFiles(DriverContract):
 
 
 class MeetingTier(MemoryTier):
-    """The first calls of all threads meet; then the one named `held` waits, and what the others do
-    is noted."""
+    """The first calls of all threads meet. Then they are held, but for `num_free` of the kind that
+    `free` names; what their threads do after that is noted."""
 
-    def __init__(self, parties: int, held: str = "") -> None:
+    def __init__(self, parties: int, free: str = "", num_free: int = 1) -> None:
         super().__init__()
         self.meeting = threading.Barrier(parties)
         self.met = threading.local()
-        self.held = held
+        self.free = [free] * num_free
         self.released = threading.Event()
         self.done: list[str] = []
 
@@ -68,7 +68,9 @@ class MeetingTier(MemoryTier):
             return
         self.met.once = True
         self.meeting.wait(30)
-        if threading.current_thread().name == self.held:
+        try:
+            self.free.remove(what)
+        except ValueError:
             self.released.wait()
 
     def read(self, key: BlockKey, into: Buffers) -> None:
@@ -84,27 +86,50 @@ class MeetingTier(MemoryTier):
         return super().exists(keys)
 
 
-@pytest.mark.parametrize(("held", "order"), [(0, ["urgent", "bulk"]), (1, ["bulk", "urgent"])])
-def test_loads_and_lookups_go_first_except_on_one_thread(held: int, order: list[str]) -> None:
-    tier = MeetingTier(parties=3, held=f"kvtier-x-{held}")
-    driver = ThreadedDriver("x", lambda namespace: tier, num_threads=2)
+def test_loads_and_lookups_go_first() -> None:
+    tier = MeetingTier(parties=5, free="bulk")
+    driver = ThreadedDriver("x", lambda namespace: tier, num_threads=3)
     keys = [key_of(i) for i in range(10)]
     slots = ArraySlots(len(keys))
     driver.submit_load(drive.job(1, keys[:2], slots))
-    while tier.meeting.n_waiting < 2:
-        pass  # both threads are in it now
-    driver.submit_store(drive.job(2, keys, slots, readonly=True))
-    driver.submit_load(drive.job(3, keys[1:], slots))
-    driver.submit_lookup(drive.job(4, keys))
+    driver.submit_store(drive.job(2, keys[:2], slots, readonly=True))
+    while tier.meeting.n_waiting < 4:
+        pass  # all threads are in it now
+    driver.submit_store(drive.job(3, keys, slots, readonly=True))
+    driver.submit_load(drive.job(4, keys, slots))
+    driver.submit_lookup(drive.job(5, keys))
     tier.meeting.wait(30)
-    drive.wait(driver, 2, 3, 4)  # by the one thread that is not held
-    assert tier.done == [what for what in order for _ in range(10)]
+    drive.wait(driver, 3, 4, 5)  # by the one thread that is free
+    assert tier.done == ["urgent"] * 11 + ["bulk"] * 10
     tier.released.set()
     assert driver.close()
 
 
+@pytest.mark.parametrize("held", ["bulk", "urgent"])
+def test_what_hangs_leaves_a_thread_to_the_other_direction(held: str) -> None:
+    tier = MeetingTier(parties=3)
+    driver = ThreadedDriver("x", lambda namespace: tier, num_threads=2)
+    keys = [key_of(i) for i in range(10)]
+    slots = ArraySlots(len(keys))
+
+    def submit(number: int, what: str) -> None:
+        job = drive.job(number, keys, slots, readonly=what == "bulk")
+        (driver.submit_store if what == "bulk" else driver.submit_load)(job)
+
+    submit(1, held)
+    tier.meeting.wait(30)  # two of its blocks hang now, and the others wait
+    tier.meeting = threading.Barrier(1)
+    tier.free = ["urgent", "bulk"]
+    submit(2, "urgent" if held == "bulk" else "bulk")
+    drive.wait(driver, 2)
+    assert held not in tier.done
+    tier.released.set()
+    drive.wait(driver, 1)
+    assert driver.close()
+
+
 def test_blocks_of_a_job_move_in_parallel() -> None:
-    tier = MeetingTier(parties=4)  # they meet only if all four are in it at once
+    tier = MeetingTier(parties=4, free="bulk", num_free=4)  # all four are in it at once
     driver = ThreadedDriver("x", lambda namespace: tier, num_threads=4)
     assert len(drive.store(driver, 1, [key_of(i) for i in range(4)])) == 4
     assert driver.close()

@@ -1,14 +1,15 @@
 """Runs a blocking tier on threads, behind the interface that never blocks.
 
-    submit_* --> urgent: lookups, loads --+--> threads 1..n-1: urgent first   --+--> get_finished
-             --> bulk:   stores ----------+--> thread 0:       bulk first     --+
+    submit_* --> urgent: lookups, loads --+--> n + 1 threads: urgent first, at  --+--> get_finished
+             --> bulk:   stores ----------+    most n at once of either           --+
 
 1. A job is cut into tasks when threads take them: one block each, or a run of blocks if the tier
    takes batches, or `LOOKUP_BATCH` keys of a lookup. So the blocks of a job move in parallel and a
    job costs O(1) to submit.
 2. Whatever a task raises, it ends; the job ends with its last task. So each job has one `Done`.
 3. Bytes are verified here, on the tier's thread, before their key counts as ok.
-4. What a task did is counted before its job ends: who sees a `Done` sees its figures.
+4. So loads never keep all threads from stores, and stores that hang leave one to loads.
+5. What a task did is counted before its job ends: who sees a `Done` sees its figures.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ COLLECT_S = 1.0
 
 
 class ThreadedDriver(SecondaryTierManager):
-    """Moves blocks between slots and a `Tier` on `num_threads` threads.
+    """Moves blocks between slots and a `Tier` on threads.
 
     Args:
         name: of the tier, for logs and thread names.
         open_tier: namespace -> tier. Called on a tier thread at the first job of a namespace; while
             it fails, that namespace's jobs fail, and it is tried again after 1 s, doubling to 60 s.
-        num_threads: at least 2, since one of them serves stores first.
+        num_threads: tasks of loads and lookups that run at once, and of stores; one more thread
+            is there, so that neither waits for the other.
         tier: named by what the tier drops.
         on_finished: called on any thread whenever `get_finished` has something new; must be quick.
         clock: seconds, monotonic.
@@ -70,7 +72,6 @@ class ThreadedDriver(SecondaryTierManager):
         clock: Callable[[], float] = time.monotonic,
         wall_clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        assert num_threads >= 2, "with one thread either loads or stores would starve"
         self._name = name
         self._open_tier = open_tier
         self._tier = tier
@@ -80,10 +81,11 @@ class ThreadedDriver(SecondaryTierManager):
         self._causes = Causes(logger)
         self._tally = Tally()
         self._condition = threading.Condition()  # guards all below but `_finished`
-        self._urgent: deque[_Job] = deque()
-        self._bulk: deque[_Job] = deque()
+        self._urgent = _Queue()
+        self._bulk = _Queue()
         self._closing = False
-        self._running = num_threads
+        self._num_threads = num_threads
+        self._running = num_threads + 1
         self._places = Places()
         self._namespace = ""  # of the last job: what the others drop is no news any more
         self._collect_at: float | None = None  # None while no open tier has anything to tell
@@ -91,13 +93,13 @@ class ThreadedDriver(SecondaryTierManager):
         self._finished: deque[Completion] = deque()  # append and popleft are atomic
         self._threads = [
             threading.Thread(target=self._serve, args=(i,), name=f"kvtier-{name}-{i}", daemon=True)
-            for i in range(num_threads)
+            for i in range(num_threads + 1)
         ]
         for thread in self._threads:
             thread.start()
 
     def submit_store(self, job: JobMetadata) -> None:
-        """Queue a store behind all loads and lookups but for one thread."""
+        """Queue a store, behind all loads and lookups as far as they find threads."""
         self._submit(_Job(Operation.STORE, job), self._bulk)
 
     def submit_load(self, job: JobMetadata) -> None:
@@ -136,9 +138,9 @@ class ThreadedDriver(SecondaryTierManager):
         with self._condition:
             self._closing = True
             for queue in (self._urgent, self._bulk):
-                for job in queue:
+                for job in queue.jobs:
                     self._end(job, job.num_keys - job.taken)
-                queue.clear()
+                queue.jobs.clear()
             self._condition.notify_all()
         self._on_finished()
         deadline = time.monotonic() + timeout_s
@@ -146,11 +148,11 @@ class ThreadedDriver(SecondaryTierManager):
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _submit(self, job: _Job, queue: deque[_Job]) -> None:
+    def _submit(self, job: _Job, queue: _Queue) -> None:
         with self._condition:
             if not self._closing and job.num_keys:
                 self._namespace = job.metadata.namespace
-                queue.append(job)
+                queue.jobs.append(job)
                 self._condition.notify(job.num_keys)
                 return
             self._finished.append(Done(job.metadata.job_id))
@@ -173,11 +175,10 @@ class ThreadedDriver(SecondaryTierManager):
     def _serve(self, number: int) -> None:
         """Body of every thread."""
         use_all_cores()
-        queues = (self._bulk, self._urgent) if number == 0 else (self._urgent, self._bulk)
         headers = Headers()
         while True:
             with self._condition:
-                while (task := self._take(*queues)) is None and not self._closing:
+                while (task := self._take()) is None and not self._closing:
                     if not self._condition.wait(COLLECT_S if self._collect_at else None):
                         break
                 if self._closing and task is None:
@@ -197,12 +198,14 @@ class ThreadedDriver(SecondaryTierManager):
             for place in self._places:
                 self._close_place(place)
 
-    def _take(self, first: deque[_Job], second: deque[_Job]) -> _Task | None:
-        """The next task, unless all that is queued waits for a place to open. Called under the
-        lock.
+    def _take(self) -> _Task | None:
+        """The next task, unless all that is queued waits for a place to open, or for one of its
+        kind to end. Called under the lock.
         """
-        for queue in (first, second):
-            for job in queue:
+        for queue in (self._urgent, self._bulk):
+            if queue.running == self._num_threads:
+                continue
+            for job in queue.jobs:
                 place = self._places.get(job.metadata.namespace)
                 if place.opening:
                     continue
@@ -211,11 +214,12 @@ class ThreadedDriver(SecondaryTierManager):
                 start = job.taken
                 job.taken += min(self._length(job, place, queue), job.num_keys - start)
                 if job.taken == job.num_keys:
-                    queue.remove(job)
-                return _Task(job, place, start, job.taken)
+                    queue.jobs.remove(job)
+                queue.running += 1
+                return _Task(job, place, queue, start, job.taken)
         return None
 
-    def _length(self, job: _Job, place: Place, queue: deque[_Job]) -> int:
+    def _length(self, job: _Job, place: Place, queue: _Queue) -> int:
         """Keys of the next task of a job: more of them if other jobs keep the threads busy too."""
         if job.operation is Operation.LOOKUP:
             return LOOKUP_BATCH
@@ -224,9 +228,9 @@ class ThreadedDriver(SecondaryTierManager):
             return 1
         if not job.block_bytes:
             job.block_bytes = job.metadata.spec[0].nbytes
-        others = sum(each.num_keys - each.taken for each in islice(queue, QUEUE_SEEN_MAX))
+        others = sum(each.num_keys - each.taken for each in islice(queue.jobs, QUEUE_SEEN_MAX))
         num_blocks = max(job.num_keys, others)
-        return run_length(num_blocks, job.block_bytes, len(self._threads))
+        return run_length(num_blocks, job.block_bytes, self._num_threads)
 
     def _run(self, task: _Task, headers: Headers) -> None:
         """Do a task, and count what it did. Raises nothing."""
@@ -252,6 +256,7 @@ class ThreadedDriver(SecondaryTierManager):
                 self._tally.failed(job.operation, cause_of(error), count)
         with self._condition:
             place.users -= 1
+            task.queue.running -= 1
             ended = self._end(job, count, ok, fault)
         if ended:
             self._on_finished()
@@ -377,11 +382,20 @@ class _Job:
         self.num_keys = len(self.metadata.block_hashes)
 
 
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """Jobs with tasks that no thread has taken, and how many tasks run that were taken from it."""
+
+    jobs: deque[_Job] = field(default_factory=deque)
+    running: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Task:
     """The keys `start` to `stop` of a job, for one thread."""
 
     job: _Job
     place: Place
+    queue: _Queue
     start: int
     stop: int

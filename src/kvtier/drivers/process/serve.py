@@ -2,8 +2,8 @@
 
     python -P -m kvtier.drivers.process.serve NAME TYPE --parent PID --socket FD --region FD
 
-The main thread takes jobs, a `ThreadedDriver` runs them, and the thread that ends a job reports it,
-or a sender where that would have to wait. The process lives as long as its parent: it ends when the
+The main thread takes jobs, a `ThreadedDriver` runs them, a sender reports several at a time, and of
+a job alone the thread that ended it. The process lives as long as its parent: it ends when the
 socket does, or, if somebody else holds the socket's other end, when the parent's pidfd says so.
 Blocks that run then may end within `LAST_S`. Signals that are meant for all processes of a terminal
 or a service do not end it before the engine is done with it.
@@ -197,10 +197,10 @@ class Server:
             driver.submit_store(metadata)
 
     def _report_at_once(self) -> None:
-        """Report on the thread that has news, which saves a change of threads; if that would have
-        to wait, the sender does it.
+        """Report the end of the only job on the thread that ended it, which saves a change of
+        threads. Of several jobs, and where the socket is full, the sender reports.
         """
-        if self._driver is None or not self._sending.acquire(blocking=False):
+        if len(self._keys) > 1 or self._driver is None or not self._sending.acquire(blocking=False):
             self._news.set()
             return
         try:
