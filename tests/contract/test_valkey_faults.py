@@ -22,6 +22,7 @@ from valkey_tiers import fresh_prefix, open_tier, past, until
 
 from kvtier.core.types import BlockKey, Done, Fault, JobId
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager
+from kvtier.drivers.faults import Cause, cause_of
 from kvtier.drivers.process.driver import ProcessDriver
 from kvtier.drivers.process.process import Launch
 from kvtier.drivers.threaded import ThreadedDriver
@@ -32,6 +33,7 @@ from kvtier.errors import (
     TierDeniedError,
     TierFullError,
     TierThrottledError,
+    TierTimeoutError,
     TierUnreachableError,
 )
 from kvtier.testing.blocks import (
@@ -108,7 +110,7 @@ def test_a_hung_server(server: ValkeyServer) -> None:
     into = memoryview(bytearray(b"\xa5" * BLOCK_BYTES))
     data = bytearray(block_of(key_of(2), 4 << 20))
     server.stop_answering()
-    with pytest.raises(TierUnreachableError, match="in time"):
+    with pytest.raises(TierTimeoutError):
         tier.read(key_of(1), (into[:HEADER_BYTES], into[HEADER_BYTES:]))
     view = memoryview(data)
     with pytest.raises(TierUnreachableError):
@@ -344,6 +346,37 @@ def test_a_wrong_password(tmp_path: Path) -> None:
             lambda: isinstance(outcome(lambda: get(tier, key_of(1))), TierDeniedError),
             "it is refused",
         )
+        tier.close()
+
+
+def test_why_a_call_failed_is_looked_up_when_it_failed(tmp_path: Path) -> None:
+    """Each of these reaches a call as the same timeout of the client library."""
+    os.environ["KVTIER_TEST_PASSWORD"] = "sesame"
+    with ValkeyServer(tmp_path, password="sesame") as server:
+        options = {"password_env": "KVTIER_TEST_PASSWORD", "request_timeout_ms": SHORT_MS}
+        tier = open_tier(server.url, **options)
+        put(tier, key_of(1))
+
+        def first_failure() -> BaseException:
+            errors: list[BaseException] = []
+            until(lambda: errors.extend(filter(None, [outcome(ask)])) or errors, "a call fails")
+            return errors[0]
+
+        def ask() -> None:
+            tier.exists([key_of(1)])
+
+        past(server.port, password="sesame").config_set("requirepass", "changed")
+        past(server.port, password="changed").client_kill_filter(_type="normal", skipme=True)
+        assert type(first_failure()) is TierDeniedError
+        server.kill()
+        gone = first_failure()
+        assert (type(gone), cause_of(gone)) == (TierUnreachableError, Cause.UNREACHABLE)
+        server.start()
+        until(lambda: outcome(ask) is None, "it answers again")
+        server.stop_answering()
+        hung = first_failure()
+        assert (type(hung), cause_of(hung)) == (TierTimeoutError, Cause.TIMEOUT)
+        server.go_on()
         tier.close()
 
 

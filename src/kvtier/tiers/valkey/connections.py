@@ -82,15 +82,16 @@ class Connections:
             return call(client)
         except Exception as error:  # noqa: BLE001 - translated, whatever it is
             failed = failure(error).with_traceback(None)
-            if isinstance(failed, TierUnreachableError):
-                failed = self._explain() or failed
         finally:
             if client is not None:
                 self._put_back(client)
         # The library's frames hold views of blocks, and C pointers made from these. Were they kept
         # by an exception that is part of a reference cycle, the collector would clear a view before
         # its pointer, which crashes CPython (seen with 3.11). So this is raised outside the
-        # handler, has no cause, and is not left in a variable of its own traceback.
+        # handler, has no cause, and is not left in a variable of its own traceback. Out here the
+        # explanation has no context either.
+        if isinstance(failed, TierUnreachableError):
+            failed = self._explain() or failed
         try:
             raise failed
         finally:
