@@ -8,6 +8,7 @@ filled with a function of its key and compared as a whole when it is loaded.
 from __future__ import annotations
 
 import random
+import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class Engine:
         self.loaded_blocks = 0
         self.wrong_reads = 0
         self._step_s: list[float] = []
+        self._waits = 0
         self._random = random.Random(1)
         self._steps = 0
         self._prompts = 0
@@ -99,9 +101,10 @@ class Engine:
         began = time.monotonic()
         while time.monotonic() - began < seconds and not until():
             self._steps += 1
-            started = time.perf_counter()
+            waited, started = waits(), time.perf_counter()
             self._step()
             self._step_s.append(time.perf_counter() - started)
+            self._waits += waits() != waited
             time.sleep(PAUSE_S)
         return time.monotonic() - began
 
@@ -113,6 +116,11 @@ class Engine:
     def take_step_s(self) -> list[float]:
         """Times of the steps since the last call."""
         taken, self._step_s = self._step_s, []
+        return taken
+
+    def take_waits(self) -> int:
+        """Steps in which the thread gave up its core of its own accord, since the last call."""
+        taken, self._waits = self._waits, 0
         return taken
 
     def _step(self) -> None:
@@ -159,6 +167,11 @@ class Engine:
         self.offloader.close()
 
 
+def waits() -> int:
+    """How often this thread has waited for something; being preempted is not counted."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
 def row_of(key: BlockKey) -> bytes:
     """What a block of this key holds."""
     return (key * (ROW_BYTES // len(key) + 1))[:ROW_BYTES]
@@ -192,6 +205,8 @@ class Suffered:
     Attributes:
         whole_s: times of the steps without the fault.
         broken_s: with it.
+        whole_waits: steps without the fault in which the thread waited for something.
+        broken_waits: steps with it.
         opened: `reads` and `writes`, if they were left alone, and for which fault.
         came: counters when the fault came.
         went: counters when it went.
@@ -200,6 +215,8 @@ class Suffered:
 
     whole_s: list[float]
     broken_s: list[float]
+    whole_waits: int
+    broken_waits: int
     opened: dict[str, Fault | None]
     came: TierCounters
     went: TierCounters
@@ -218,26 +235,29 @@ class Suffered:
 def suffer(engine: Engine, name: str, trouble: Trouble, seconds: float) -> Suffered:
     """Run without a fault, with it for at least twice as long, and after it until it is over."""
     engine.take_step_s()
+    engine.take_waits()
     engine.run(seconds)
-    whole_s, came = engine.take_step_s(), engine.counters
+    whole_s, whole_waits, came = engine.take_step_s(), engine.take_waits(), engine.counters
     trouble.come()
     opened = look_on(engine, max(2 * seconds, trouble.least_s))
-    broken_s, went = engine.take_step_s(), engine.counters
+    broken_s, broken_waits, went = engine.take_step_s(), engine.take_waits(), engine.counters
     trouble.go()
     recovery_s = recover(engine, name)
-    return Suffered(whole_s, broken_s, opened, came, went, recovery_s)
+    return Suffered(whole_s, broken_s, whole_waits, broken_waits, opened, came, went, recovery_s)
 
 
 def suffer_from_start(engine: Engine, name: str, trouble: Trouble, seconds: float) -> Suffered:
     """The same for an engine that starts with the fault: the run without it is the one after."""
     came = TierCounters()
     opened = look_on(engine, max(2 * seconds, trouble.least_s))
-    broken_s, went = engine.take_step_s(), engine.counters
+    broken_s, broken_waits, went = engine.take_step_s(), engine.take_waits(), engine.counters
     trouble.go()
     recovery_s = recover(engine, name)
     engine.warm_up()
+    engine.take_waits()
     engine.run(seconds)
-    return Suffered(engine.take_step_s(), broken_s, opened, came, went, recovery_s)
+    whole_s, whole_waits = engine.take_step_s(), engine.take_waits()
+    return Suffered(whole_s, broken_s, whole_waits, broken_waits, opened, came, went, recovery_s)
 
 
 def look_on(engine: Engine, seconds: float) -> dict[str, Fault | None]:

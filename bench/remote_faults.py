@@ -6,6 +6,7 @@ not restarted. A step is timed as the scheduler's thread has it: polls, answers 
 the pause between steps. First an idle run of the same engine, then for each fault:
 
     <tier>_<fault>_step_p50, _p99, _max   with the fault, beside the same run without it
+    <tier>_<fault>_step_waits             steps in which the thread waited for something
     <tier>_<fault>_left_alone             1 if what fails was left alone, for the right fault, and
                                           what need not fail was not
     <tier>_<fault>_counted                1 if the failures were counted under their cause
@@ -63,9 +64,11 @@ def rows_of(name: str, trouble: Trouble, suffered: Suffered, engine: Engine) -> 
         file=sys.stderr,
     )
     alone = left_alone(trouble, suffered.opened) and not suffered.went.process_kills
+    waits = (suffered.whole_waits, "without the fault")
     recovery = (suffered.recovery_s, "s", BACKOFF_MAX_S, "longest backoff")
     return [
         *step_rows(name, suffered),
+        Row(f"{name}_step_waits", suffered.broken_waits, "steps", *waits, "lower"),
         Row(f"{name}_left_alone", alone, "yes/no", 1, "should be", "higher"),
         Row(
             *(f"{name}_counted", counted_rightly(trouble, suffered), "yes/no", 1, "should be"),
