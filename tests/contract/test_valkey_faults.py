@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
+import random
 import ssl
 import subprocess
 import sys
@@ -47,9 +48,10 @@ from kvtier.testing.blocks import (
 )
 from kvtier.testing.contract import TierContract
 from kvtier.testing.proxy import Behaviour, FaultProxy
+from kvtier.testing.resp_proxy import RespFaultProxy
 from kvtier.testing.valkey_servers import ValkeyServer, cluster
 from kvtier.tiers.valkey.keys import Names
-from kvtier.tiers.valkey.tier import ValkeyTier
+from kvtier.tiers.valkey.tier import ASKED_TOGETHER, ValkeyTier
 
 put, get = TierContract.put, TierContract.get
 
@@ -631,6 +633,49 @@ def test_a_job_is_few_round_trips(shared: ValkeyServer) -> None:
     assert tier.exists(keys) == [True] * 16
     assert tier.figures()["round_trips"] - before == 3
     tier.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mixture_of_blocks_is_told_apart(shared: ValkeyServer, seed: int) -> None:
+    """Some are whole, some lack a part, some are not there."""
+    chosen = random.Random(seed)
+    prefix = fresh_prefix()
+    tier = open_tier(shared.url, key_prefix=prefix)
+    count = 3 * ASKED_TOGETHER + 5
+    states = [chosen.choice(("whole", "header", "row", "none")) for _ in range(count)]
+    for run in range(2):  # one is all there, one all absent
+        if seed % 2:
+            states[run * ASKED_TOGETHER : (run + 1) * ASKED_TOGETHER] = [
+                ("whole", "none")[run]
+            ] * ASKED_TOGETHER
+    for i, state in enumerate(states):
+        if state != "none":
+            put(tier, key_of(i))
+        if state in ("header", "row"):
+            past(shared.port).delete(names_of(prefix, i)[("header", "row").index(state)])
+    keys = [key_of(i) for i in range(count)]
+    assert tier.exists(keys) == [state == "whole" for state in states]
+    assert tier.exists(keys[:1] * 3 + keys[-1:]) == (
+        [states[0] == "whole"] * 3 + [states[-1] == "whole"]
+    )
+    tier.close()
+
+
+def test_existence_of_thousands_takes_one_round_trip_of_each_thread(shared: ValkeyServer) -> None:
+    """The tier's own count is that of a proxy."""
+    with RespFaultProxy(("127.0.0.1", shared.port)) as proxy:
+        url = f"valkey://127.0.0.1:{proxy.address[1]}"
+        tier = open_tier(url, key_prefix=fresh_prefix(), request_timeout_ms=60_000)
+        tier.exists([key_of(0)])
+        driver = ThreadedDriver("v", lambda _: tier, 8)
+        proxy.behaviour = Behaviour(delay_s=0.02)  # answers come behind the whole of a pipeline
+        before, calls = proxy.requests["EXISTS"], tier.figures()["round_trips"]
+        keys = tuple(key_of(i) for i in range(8192))
+        driver.submit_lookup(JobMetadata(JobId(1), keys, (), NAMESPACE))
+        until(driver.get_finished, "the lookup ends")
+        # the first task opens the tier, with no more keys than any other
+        assert proxy.requests["EXISTS"] - before == tier.figures()["round_trips"] - calls == 8
+        assert driver.close()
 
 
 NOISE = """

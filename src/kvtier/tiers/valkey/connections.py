@@ -48,6 +48,7 @@ class Connections:
 
     Attributes:
         calls: how many calls were made.
+        cluster: as given.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Connections:
         self.calls = 0
         self._endpoint = endpoint
         self._explain = explain
-        self._cluster = cluster
+        self.cluster = cluster
         self._lock = threading.Lock()  # guards what is above and below
         self._idle: list[Client] = []
         self._closed = False
@@ -124,7 +125,7 @@ class Connections:
         tls = None
         if address.tls:
             tls = TlsAdvancedConfiguration(root_pem_cacerts=endpoint.authorities)
-        if self._cluster:
+        if self.cluster:
             return GlideClusterClient.create(
                 GlideClusterClientConfiguration(
                     addresses,
