@@ -732,6 +732,14 @@ class TestCluster:
         assert all(size % 2 == 0 for size in sizes), "parts of a block are together"
         tier.close()
 
+    def test_any_mixture_is_told_apart_over_the_nodes(self, nodes: list[ValkeyServer]) -> None:
+        tier = open_tier(nodes[1].url, key_prefix=fresh_prefix())
+        keys = [key_of(i) for i in range(3 * ASKED_TOGETHER)]
+        for key in keys[: ASKED_TOGETHER + 5]:
+            put(tier, key)
+        assert tier.exists(keys) == [i < ASKED_TOGETHER + 5 for i in range(len(keys))]
+        tier.close()
+
     def test_every_node_tells_of_its_removals(self, nodes: list[ValkeyServer]) -> None:
         prefix = fresh_prefix()
         tier = open_tier(nodes[2].url, key_prefix=prefix)
