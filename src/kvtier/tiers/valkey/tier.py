@@ -66,7 +66,7 @@ class ValkeyTier:
             TierError: the server refuses, or cannot be reached.
         """
         names = [self._names.of(key) for key in keys]
-        # the blocks of a cluster's command would have to be on one node
+        # in a cluster the library would cut the command up again, since blocks lie apart
         length = 1 if self._connections.cluster else ASKED_TOGETHER
         runs = [names[i : i + length] for i in range(0, len(names), length)]
         answers: list[bool] = []
