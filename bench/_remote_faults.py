@@ -19,7 +19,8 @@ THROTTLED_CAUSE = frozenset({"throttled"})
 LATE = TIMEOUT | UNREACHABLE
 GONE_S = 2 * TIMEOUT_S + 1.0  # by then what is not answered has been noticed, and a start is over
 LOADING_S = 60.0
-REFUSED = (DENIED, DENIED, DENIED_CAUSE, GONE_S)
+# several calls of a job that wait in vain may take longer than the core waits for a sign of life
+REFUSED = (DENIED | HUNG, DENIED | HUNG, DENIED_CAUSE, GONE_S)
 
 Make = Callable[[Place], Trouble]
 
@@ -42,7 +43,7 @@ def resets(at: Place) -> Trouble:
         at.proxy.behave(refuse=True)
         at.proxy.reset_connections()
 
-    return Trouble(come, at.proxy.behave, LOST, LOST, UNREACHABLE, GONE_S)
+    return Trouble(come, at.proxy.behave, HUNG, HUNG, UNREACHABLE, GONE_S)
 
 
 def truncated(at: Place) -> Trouble:
@@ -90,7 +91,7 @@ def killed(at: Place) -> Trouble:
             at.server.ask("SAVE")
         at.server.kill()
 
-    return Trouble(come, at.server.start, LOST, LOST, UNREACHABLE, GONE_S)
+    return Trouble(come, at.server.start, HUNG, HUNG, UNREACHABLE, GONE_S)
 
 
 def restarted_empty(at: Place) -> Trouble:
