@@ -10,13 +10,13 @@ import argparse
 import contextlib
 import hashlib
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from _proxy import ProxyProcess
 from _report import Row, main
 
 from kvtier.cli.bench_object import measure_object
@@ -81,11 +81,11 @@ def lookup_rows(server: S3Server) -> list[Row]:
     with closing_tier(settings_for(server.address[1])) as tier:
         errors = tier.write_batch(present, [(memoryview(b"tiny"),)] * LOOKUP_KEYS)
         assert not any(errors), next(filter(None, errors))
-    with proxy_in_a_process(server) as (port, set_delay):
+    with ProxyProcess(server.address, "http") as proxy:
         for delay_ms in DELAYS_MS:
-            set_delay(delay_ms / 1000)
+            proxy.behave(delay_s=delay_ms / 1000)
             for name, keys in (("present", present), ("absent", absent)):
-                rows += _lookups(port, name, keys, delay_ms)
+                rows += _lookups(proxy.address[1], name, keys, delay_ms)
     return rows
 
 
@@ -129,25 +129,6 @@ def closing_tier(settings: ObjectSettings) -> Iterator[ObjectTier]:
     tier = ObjectTier(open_store(settings), NAMESPACE, {}, settings)
     yield tier
     tier.close()
-
-
-@contextlib.contextmanager
-def proxy_in_a_process(server: S3Server):
-    """Its port, and a function that sets its delay."""
-    host, port = server.address
-    command = [sys.executable, str(Path(__file__).with_name("_proxy.py")), host, str(port)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        proxy_port = int(process.stdout.readline())
-
-        def set_delay(delay_s: float) -> None:
-            process.stdin.write(f"{delay_s}\n")
-            process.stdin.flush()
-            process.stdout.readline()
-
-        yield proxy_port, set_delay
-        process.stdin.close()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from _proxy import ProxyProcess
 from _report import Row, main
 
 from kvtier.cli.bench_remote import Plan, fresh_keys
@@ -74,10 +74,13 @@ def lookup_rows(server: ValkeyServer) -> list[Row]:
     with open_tier(server.port) as tier:
         failed = tier.write_batch(present, [content] * LOOKUP_KEYS)
         assert not any(failed), next(filter(None, failed))
-    with proxy_in_a_process(server.port) as (port, set_delay):
+    with ProxyProcess(("127.0.0.1", server.port), "resp") as proxy:
         for delay_ms in DELAYS_MS:
-            set_delay(delay_ms / 1000)
-            with open_tier(port) as tier, ThreadPoolExecutor(DEFAULT_THREADS) as threads:
+            proxy.behave(delay_s=delay_ms / 1000)
+            with (
+                open_tier(proxy.address[1]) as tier,
+                ThreadPoolExecutor(DEFAULT_THREADS) as threads,
+            ):
                 for name, keys in (("present", present), ("absent", absent)):
                     rows += _lookups(tier, threads, name, keys, delay_ms)
     return rows
@@ -118,30 +121,6 @@ def open_tier(port: int) -> Iterator[ValkeyTier]:
     tier = ValkeyTierType().open(settings, NAMESPACE, {})
     yield tier
     tier.close()
-
-
-@contextlib.contextmanager
-def proxy_in_a_process(target: int) -> Iterator[tuple[int, Callable[[float], None]]]:
-    """Its port, and a function that sets its delay."""
-    program = str(Path(__file__).with_name("_proxy.py"))
-    with subprocess.Popen(
-        [sys.executable, program, "127.0.0.1", str(target)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        talk, answers = process.stdin, process.stdout
-        port = int(answers.readline())
-
-        def set_delay(delay_s: float) -> None:
-            talk.write(f"{delay_s}\n")
-            talk.flush()
-            answers.readline()
-
-        yield port, set_delay
-        talk.close()
 
 
 if __name__ == "__main__":

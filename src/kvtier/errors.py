@@ -63,5 +63,9 @@ class TierUnreachableError(TierError):
     """Whatever keeps the blocks cannot be reached."""
 
 
+class TierTimeoutError(TierUnreachableError):
+    """Whatever keeps the blocks did not answer in time."""
+
+
 class TierDeniedError(TierError):
     """Credentials or permissions are refused."""

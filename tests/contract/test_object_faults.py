@@ -14,7 +14,7 @@ pytest.importorskip("obstore")
 from object_tiers import BUCKET, certificate, get, open_tier, put, settings_for
 
 from kvtier.core.types import Fault
-from kvtier.drivers.faults import fault_of
+from kvtier.drivers.faults import Cause, cause_of, fault_of
 from kvtier.errors import (
     KVTierError,
     MissingBlockError,
@@ -22,6 +22,7 @@ from kvtier.errors import (
     TierError,
     TierFullError,
     TierThrottledError,
+    TierTimeoutError,
     TierUnreachableError,
 )
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
@@ -176,8 +177,9 @@ def test_a_body_that_is_cut_short(proxy, tier) -> None:
 @pytest.mark.parametrize("operation", ["read", "write", "exists"])
 def test_a_silent_server_costs_the_timeout(proxy, tier, operation) -> None:
     proxy.behaviour = Behaviour(silent=True)
-    with pytest.raises(TierUnreachableError, match="no answer in time"):
+    with pytest.raises(TierTimeoutError, match="no answer in time") as raised:
         OPERATIONS[operation](tier)
+    assert cause_of(raised.value) is Cause.TIMEOUT
     proxy.behaviour = Behaviour()
     OPERATIONS[operation](tier)
 

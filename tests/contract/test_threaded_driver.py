@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.drivers.places import OPEN_TIERS_MAX
-from kvtier.drivers.threaded import LOOKUP_BATCH, ThreadedDriver
+from kvtier.drivers.threaded import LOOKUP_BATCH, LOOKUP_BATCH_MAX, ThreadedDriver
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, ArraySlots, block_of, key_of
 from kvtier.testing.contract import DriverContract
 from kvtier.testing.faults import Fail, FaultyTier, Hang
@@ -135,11 +135,22 @@ def test_blocks_of_a_job_move_in_parallel() -> None:
     assert driver.close()
 
 
-def test_lookups_are_cut_into_batches() -> None:
+@pytest.mark.parametrize(
+    ("num_keys", "calls"),
+    [
+        (1, 1),
+        (2 * LOOKUP_BATCH + 1, 3),
+        (8 * LOOKUP_BATCH, 8),
+        (8 * LOOKUP_BATCH + 1, 8),
+        (8 * LOOKUP_BATCH_MAX, 8),
+        (8 * LOOKUP_BATCH_MAX + 1, 9),
+    ],
+)
+def test_lookups_are_spread_over_the_threads(num_keys: int, calls: int) -> None:
     tier = FaultyTier(MemoryTier())
-    driver = ThreadedDriver("x", lambda namespace: tier)
-    drive.lookup(driver, 1, [key_of(i) for i in range(2 * LOOKUP_BATCH + 1)])
-    assert tier.calls["exists"] == 3
+    driver = ThreadedDriver("x", lambda namespace: tier, num_threads=8)
+    drive.lookup(driver, 1, [key_of(i) for i in range(num_keys)])
+    assert tier.calls["exists"] == calls
     assert driver.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
+import random
 import ssl
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from valkey_tiers import fresh_prefix, open_tier, past, until
 
 from kvtier.core.types import BlockKey, Done, Fault, JobId
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager
+from kvtier.drivers.faults import Cause, cause_of
 from kvtier.drivers.process.driver import ProcessDriver
 from kvtier.drivers.process.process import Launch
 from kvtier.drivers.threaded import ThreadedDriver
@@ -32,6 +34,7 @@ from kvtier.errors import (
     TierDeniedError,
     TierFullError,
     TierThrottledError,
+    TierTimeoutError,
     TierUnreachableError,
 )
 from kvtier.testing.blocks import (
@@ -45,9 +48,10 @@ from kvtier.testing.blocks import (
 )
 from kvtier.testing.contract import TierContract
 from kvtier.testing.proxy import Behaviour, FaultProxy
+from kvtier.testing.resp_proxy import RespFaultProxy
 from kvtier.testing.valkey_servers import ValkeyServer, cluster
 from kvtier.tiers.valkey.keys import Names
-from kvtier.tiers.valkey.tier import ValkeyTier
+from kvtier.tiers.valkey.tier import ASKED_TOGETHER, ValkeyTier
 
 put, get = TierContract.put, TierContract.get
 
@@ -108,7 +112,7 @@ def test_a_hung_server(server: ValkeyServer) -> None:
     into = memoryview(bytearray(b"\xa5" * BLOCK_BYTES))
     data = bytearray(block_of(key_of(2), 4 << 20))
     server.stop_answering()
-    with pytest.raises(TierUnreachableError, match="in time"):
+    with pytest.raises(TierTimeoutError):
         tier.read(key_of(1), (into[:HEADER_BYTES], into[HEADER_BYTES:]))
     view = memoryview(data)
     with pytest.raises(TierUnreachableError):
@@ -344,6 +348,37 @@ def test_a_wrong_password(tmp_path: Path) -> None:
             lambda: isinstance(outcome(lambda: get(tier, key_of(1))), TierDeniedError),
             "it is refused",
         )
+        tier.close()
+
+
+def test_why_a_call_failed_is_looked_up_when_it_failed(tmp_path: Path) -> None:
+    """Each of these reaches a call as the same timeout of the client library."""
+    os.environ["KVTIER_TEST_PASSWORD"] = "sesame"
+    with ValkeyServer(tmp_path, password="sesame") as server:
+        options = {"password_env": "KVTIER_TEST_PASSWORD", "request_timeout_ms": SHORT_MS}
+        tier = open_tier(server.url, **options)
+        put(tier, key_of(1))
+
+        def first_failure() -> BaseException:
+            errors: list[BaseException] = []
+            until(lambda: errors.extend(filter(None, [outcome(ask)])) or errors, "a call fails")
+            return errors[0]
+
+        def ask() -> None:
+            tier.exists([key_of(1)])
+
+        past(server.port, password="sesame").config_set("requirepass", "changed")
+        past(server.port, password="changed").client_kill_filter(_type="normal", skipme=True)
+        assert type(first_failure()) is TierDeniedError
+        server.kill()
+        gone = first_failure()
+        assert (type(gone), cause_of(gone)) == (TierUnreachableError, Cause.UNREACHABLE)
+        server.start()
+        until(lambda: outcome(ask) is None, "it answers again")
+        server.stop_answering()
+        hung = first_failure()
+        assert (type(hung), cause_of(hung)) == (TierTimeoutError, Cause.TIMEOUT)
+        server.go_on()
         tier.close()
 
 
@@ -600,6 +635,49 @@ def test_a_job_is_few_round_trips(shared: ValkeyServer) -> None:
     tier.close()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mixture_of_blocks_is_told_apart(shared: ValkeyServer, seed: int) -> None:
+    """Some are whole, some lack a part, some are not there."""
+    chosen = random.Random(seed)
+    prefix = fresh_prefix()
+    tier = open_tier(shared.url, key_prefix=prefix)
+    count = 3 * ASKED_TOGETHER + 5
+    states = [chosen.choice(("whole", "header", "row", "none")) for _ in range(count)]
+    for run in range(2):  # one is all there, one all absent
+        if seed % 2:
+            states[run * ASKED_TOGETHER : (run + 1) * ASKED_TOGETHER] = [
+                ("whole", "none")[run]
+            ] * ASKED_TOGETHER
+    for i, state in enumerate(states):
+        if state != "none":
+            put(tier, key_of(i))
+        if state in ("header", "row"):
+            past(shared.port).delete(names_of(prefix, i)[("header", "row").index(state)])
+    keys = [key_of(i) for i in range(count)]
+    assert tier.exists(keys) == [state == "whole" for state in states]
+    assert tier.exists(keys[:1] * 3 + keys[-1:]) == (
+        [states[0] == "whole"] * 3 + [states[-1] == "whole"]
+    )
+    tier.close()
+
+
+def test_existence_of_thousands_takes_one_round_trip_of_each_thread(shared: ValkeyServer) -> None:
+    """The tier's own count is that of a proxy."""
+    with RespFaultProxy(("127.0.0.1", shared.port)) as proxy:
+        url = f"valkey://127.0.0.1:{proxy.address[1]}"
+        tier = open_tier(url, key_prefix=fresh_prefix(), request_timeout_ms=60_000)
+        tier.exists([key_of(0)])
+        driver = ThreadedDriver("v", lambda _: tier, 8)
+        proxy.behaviour = Behaviour(delay_s=0.02)  # answers come behind the whole of a pipeline
+        before, calls = proxy.requests["EXISTS"], tier.figures()["round_trips"]
+        keys = tuple(key_of(i) for i in range(8192))
+        driver.submit_lookup(JobMetadata(JobId(1), keys, (), NAMESPACE))
+        until(driver.get_finished, "the lookup ends")
+        # the first task opens the tier, with no more keys than any other
+        assert proxy.requests["EXISTS"] - before == tier.figures()["round_trips"] - calls == 8
+        assert driver.close()
+
+
 NOISE = """
 import sys
 from kvtier.errors import KVTierError
@@ -652,6 +730,14 @@ class TestCluster:
         assert sum(sizes) == 120
         assert min(sizes) >= 10
         assert all(size % 2 == 0 for size in sizes), "parts of a block are together"
+        tier.close()
+
+    def test_any_mixture_is_told_apart_over_the_nodes(self, nodes: list[ValkeyServer]) -> None:
+        tier = open_tier(nodes[1].url, key_prefix=fresh_prefix())
+        keys = [key_of(i) for i in range(3 * ASKED_TOGETHER)]
+        for key in keys[: ASKED_TOGETHER + 5]:
+            put(tier, key)
+        assert tier.exists(keys) == [i < ASKED_TOGETHER + 5 for i in range(len(keys))]
         tier.close()
 
     def test_every_node_tells_of_its_removals(self, nodes: list[ValkeyServer]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ssl
 
 import pytest
 
@@ -15,6 +16,7 @@ from kvtier.errors import (
     TierError,
     TierFullError,
     TierThrottledError,
+    TierTimeoutError,
     TierUnreachableError,
 )
 
@@ -42,6 +44,7 @@ STATES = [
     (TierFullError(""), "full", Fault.FULL),
     (TierThrottledError(""), "throttled", Fault.THROTTLED),
     (TierUnreachableError(""), "unreachable", Fault.UNREACHABLE),
+    (TierTimeoutError(""), "timeout", Fault.UNREACHABLE),
     (TierDeniedError(""), "denied", Fault.DENIED),
     (EnvelopeError(""), "corrupt", Fault.ERROR),
     (OSError(errno.EINVAL, ""), "other", Fault.ERROR),
@@ -76,6 +79,13 @@ def test_a_tier_error_has_the_cause_that_it_was_raised_from() -> None:
     unknown = TierFullError("no room")
     unknown.__cause__ = ValueError("not of the system")
     assert (cause_of(unknown), fault_of(unknown)) == (Cause.FULL, Fault.FULL)
+
+
+@pytest.mark.parametrize("number", [1, 2, 6])
+def test_the_number_of_an_error_of_tls_is_no_errno(number: int) -> None:
+    broken = TierUnreachableError("the handshake failed")
+    broken.__cause__ = ssl.SSLError(number, "")
+    assert (cause_of(broken), fault_of(broken)) == (Cause.UNREACHABLE, Fault.UNREACHABLE)
 
 
 def test_an_error_of_the_system_keeps_its_own_cause() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from kvtier.testing.http_proxy import Answer, HttpFaultProxy, Rule
 from kvtier.testing.proxy import Behaviour, FaultProxy
+from kvtier.testing.resp_proxy import RespFaultProxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -185,3 +186,25 @@ def test_chosen_requests_are_answered_by_the_proxy(web: tuple[str, int]) -> None
         assert proxy.requests == {"PUT": 4}
         assert proxy.num_connections == 1, "one connection served all, in frame"
         client.close()
+
+
+def test_round_trips_are_counted_by_their_first_command(echo: tuple[str, int]) -> None:
+    """What is said before an answer belongs to the same one."""
+    get, ping = b"*2\r\n$3\r\nGET\r\n$1\r\nx\r\n", b"*1\r\n$4\r\nping\r\n"
+    with RespFaultProxy(echo) as proxy, socket.create_connection(proxy.address) as client:
+
+        def say(*pieces: bytes) -> None:
+            for piece in pieces:
+                client.sendall(piece)
+            left = sum(map(len, pieces))
+            while left:
+                left -= len(client.recv(left))
+
+        say(get + ping)
+        say(ping)
+        proxy.behaviour = Behaviour(delay_s=0.2)
+        say(get, get, ping)
+        with socket.create_connection(proxy.address) as other:
+            other.sendall(ping)
+            assert other.recv(100) == ping
+        assert proxy.requests == {"GET": 2, "PING": 2}

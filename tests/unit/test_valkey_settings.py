@@ -22,6 +22,7 @@ from kvtier.errors import (
     TierError,
     TierFullError,
     TierThrottledError,
+    TierTimeoutError,
     TierUnreachableError,
 )
 from kvtier.tiers.registry import decode_settings, load_tier_type
@@ -225,16 +226,16 @@ def test_refusals(text: str, kind: type[TierError]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "text", "kind"),
     [
-        ("TimeoutError", "timed out"),
-        ("ConnectionError", "Received connection error"),
-        ("ClosingError", "Failed"),
-        ("RequestError", "Timed out"),
+        ("TimeoutError", "timed out", TierTimeoutError),
+        ("ConnectionError", "Received connection error", TierUnreachableError),
+        ("ClosingError", "Failed", TierUnreachableError),
+        ("RequestError", "Timed out", TierTimeoutError),
     ],
 )
-def test_failures_of_the_connection(name: str, text: str) -> None:
-    assert type(failure(type(name, (Exception,), {})(text))) is TierUnreachableError
+def test_failures_of_the_connection(name: str, text: str, kind: type[TierError]) -> None:
+    assert type(failure(type(name, (Exception,), {})(text))) is kind
 
 
 def facts(**changes: Any) -> Facts:

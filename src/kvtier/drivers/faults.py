@@ -7,6 +7,7 @@ an operator has to mend, so each has a counter of its own.
 from __future__ import annotations
 
 import errno
+import ssl
 from enum import StrEnum
 
 from kvtier.core.types import Fault
@@ -16,6 +17,7 @@ from kvtier.errors import (
     TierError,
     TierFullError,
     TierThrottledError,
+    TierTimeoutError,
     TierUnreachableError,
 )
 
@@ -72,6 +74,7 @@ _BY_ERRNO: dict[int, tuple[Cause, Fault]] = {
 _BY_TYPE: tuple[tuple[type[BaseException], tuple[Cause, Fault]], ...] = (
     (TierFullError, (Cause.FULL, Fault.FULL)),
     (TierThrottledError, (Cause.THROTTLED, Fault.THROTTLED)),
+    (TierTimeoutError, (Cause.TIMEOUT, Fault.UNREACHABLE)),
     (TierUnreachableError, (Cause.UNREACHABLE, Fault.UNREACHABLE)),
     (TierDeniedError, (Cause.DENIED, Fault.DENIED)),
     (EnvelopeError, (Cause.CORRUPT, Fault.ERROR)),
@@ -103,7 +106,8 @@ def worse(first: Fault | None, second: Fault | None) -> Fault | None:
 
 
 def _by_errno(error: BaseException | None) -> tuple[Cause, Fault] | None:
-    if isinstance(error, OSError) and error.errno is not None:
+    # an error of TLS has a number of its own, which is no errno
+    if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.errno:
         return _BY_ERRNO.get(error.errno)
     return None
 

@@ -58,6 +58,7 @@ class FaultProxy:
     Attributes:
         behaviour: may be set at any time, from any thread; each setting starts a new count of
             `cut_after` on every connection.
+        tls: as given; another one holds when it listens again.
         address: host and port to connect to.
         num_connections: accepted so far.
     """
@@ -66,7 +67,7 @@ class FaultProxy:
         self.behaviour = Behaviour()
         self.num_connections = 0
         self._target = target
-        self._tls = tls
+        self.tls = tls
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -116,7 +117,7 @@ class FaultProxy:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _listen(self, listener: socket.socket) -> None:
-        self._server = await asyncio.start_server(self._serve, sock=listener, ssl=self._tls)
+        self._server = await asyncio.start_server(self._serve, sock=listener, ssl=self.tls)
 
     async def _unlisten(self) -> None:
         if self._server is not None:
@@ -157,6 +158,7 @@ class Connection:
 
     Attributes:
         client: what the client says.
+        answered: something was said to the client; for subclasses of the proxy to reset.
     """
 
     def __init__(
@@ -167,6 +169,7 @@ class Connection:
         writer: asyncio.StreamWriter,
     ) -> None:
         self.client = client
+        self.answered = True
         self._proxy = proxy
         self._target = target
         self._writer = writer
@@ -194,6 +197,7 @@ class Connection:
         behaviour = self._proxy.behaviour
         if behaviour is not self._counted:
             self._counted, self._passed = behaviour, 0
+        self.answered = True
         if behaviour.cut_after is not None and self._passed + len(data) > behaviour.cut_after:
             self._writer.write(data[: behaviour.cut_after - self._passed])
             with contextlib.suppress(OSError):

@@ -19,6 +19,7 @@ from kvtier.errors import (
     TierError,
     TierFullError,
     TierThrottledError,
+    TierTimeoutError,
     TierUnreachableError,
 )
 
@@ -52,9 +53,9 @@ _CAUSES = {
     "dns error": "the host name cannot be resolved",
     "IncompleteBody": "the answer was cut short",
     "UnexpectedEof": "the connection ended in the middle of an answer",
-    "Timeout": "no answer in time",
-    "TimedOut": "no answer in time",
 }
+
+_LATE = re.compile(r"\b(?:Timeout|TimedOut)\b")
 
 _CERTIFICATE_CAUSES = {
     "UnknownIssuer": "is of an unknown authority: set ca_bundle to the authority's certificate",
@@ -133,6 +134,8 @@ def _connection_error(text: str, where: str) -> KVTierError:
         return TierDeniedError(f"{where}: the server's certificate {next(known, 'is refused')}")
     known = (cause for word, cause in _CAUSES.items() if word in text)
     cause = next(known, "")
+    if not cause and _LATE.search(text):
+        return TierTimeoutError(f"{where}: no answer in time")
     if cause or _KIND.search(text):
         return TierUnreachableError(f"{where}: {cause or 'the connection broke'}")
     return TierError(where)

@@ -48,6 +48,7 @@ class Connections:
 
     Attributes:
         calls: how many calls were made.
+        cluster: as given.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Connections:
         self.calls = 0
         self._endpoint = endpoint
         self._explain = explain
-        self._cluster = cluster
+        self.cluster = cluster
         self._lock = threading.Lock()  # guards what is above and below
         self._idle: list[Client] = []
         self._closed = False
@@ -82,15 +83,16 @@ class Connections:
             return call(client)
         except Exception as error:  # noqa: BLE001 - translated, whatever it is
             failed = failure(error).with_traceback(None)
-            if isinstance(failed, TierUnreachableError):
-                failed = self._explain() or failed
         finally:
             if client is not None:
                 self._put_back(client)
         # The library's frames hold views of blocks, and C pointers made from these. Were they kept
         # by an exception that is part of a reference cycle, the collector would clear a view before
         # its pointer, which crashes CPython (seen with 3.11). So this is raised outside the
-        # handler, has no cause, and is not left in a variable of its own traceback.
+        # handler, has no cause, and is not left in a variable of its own traceback. Out here the
+        # explanation has no context either.
+        if isinstance(failed, TierUnreachableError):
+            failed = self._explain() or failed
         try:
             raise failed
         finally:
@@ -123,7 +125,7 @@ class Connections:
         tls = None
         if address.tls:
             tls = TlsAdvancedConfiguration(root_pem_cacerts=endpoint.authorities)
-        if self._cluster:
+        if self.cluster:
             return GlideClusterClient.create(
                 GlideClusterClientConfiguration(
                     addresses,

@@ -10,6 +10,7 @@ from kvtier.errors import (
     TierError,
     TierFullError,
     TierThrottledError,
+    TierTimeoutError,
     TierUnreachableError,
 )
 
@@ -53,9 +54,11 @@ def failure(error: BaseException) -> KVTierError:
     text = str(error)
     name = type(error).__name__
     if name == "TimeoutError":
-        return TierUnreachableError("the server does not answer in time")
+        return TierTimeoutError("the server does not answer in time")
     if _CODE.search(text[:200]):
         return refusal(text)
-    if name in {"ConnectionError", "ClosingError", "CircuitBreakerError"} or _LATE.search(text):
+    if _LATE.search(text):
+        return TierTimeoutError(f"the server does not answer in time: {text.strip()[:_TEXT_MAX]}")
+    if name in {"ConnectionError", "ClosingError", "CircuitBreakerError"}:
         return TierUnreachableError(f"the server cannot be reached: {text.strip()[:_TEXT_MAX]}")
     return refusal(text)

@@ -1,4 +1,4 @@
-"""Listens beside the calls: which blocks the server removes, how full it is, what ails it.
+"""Beside the calls: which blocks the server removes, how full it is, and what ails it now.
 
 A server publishes the removal of a key if `notify-keyspace-events` says so, each node of a cluster
 its own, and only to those who listen then. What is missed costs a failed read.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtier.errors import KVTierError
@@ -24,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 ROUND_S = 2.0
 """How often figures are asked for, and lost connections made again."""
+
+LOOK_S = 0.5
+"""What a connection may take that is made to learn why a call failed."""
 
 DROPPED_MAX = 100_000
 """Removals that wait to be taken; of more, the oldest are forgotten."""
@@ -57,9 +62,11 @@ class Watch:
         self._lock = threading.Lock()  # guards what follows
         self._dropped: dict[BlockKey, None] = {}
         self._figures: dict[str, float] = {}
-        self._trouble: KVTierError | None = None
         self._wires: dict[Node, Wire] = {}
         self._listening: set[Node] = set()
+        self._looking = threading.Lock()  # guards what follows, while a look is taken
+        self._trouble: KVTierError | None = None
+        self._looked_at = float("-inf")
         self._thread = threading.Thread(target=self._rounds, name="kvtier-valkey", daemon=True)
         self._thread.start()
 
@@ -76,8 +83,16 @@ class Watch:
             return dict(self._figures)
 
     def trouble(self) -> KVTierError | None:
-        """Why the server did not answer when it was last asked: an error of the caller's own."""
-        with self._lock:
+        """Why a call has just failed: an error of the caller's own; None if the server is well.
+
+        What was known before may not hold any more, so connections are made to see. One look serves
+        all calls that failed before it began.
+        """
+        failed_at = time.monotonic()
+        with self._looking:
+            if self._looked_at < failed_at:
+                self._looked_at = time.monotonic()
+                self._trouble = self._look()
             trouble = self._trouble
         return type(trouble)(*trouble.args) if trouble is not None else None
 
@@ -98,16 +113,28 @@ class Watch:
         """Body of the first thread."""
         asking: dict[Node, Wire] = {}
         while not self._closing.is_set():
-            trouble = self._try_round(asking)
-            if trouble is not None:  # over connections that may be older than the server
-                trouble = self._try_round(asking)
-            with self._lock:
-                self._trouble = trouble
+            if not self._try_round(asking):  # over connections that may be older than the server
+                self._try_round(asking)
             self._closing.wait(ROUND_S)
         for wire in asking.values():
             wire.close()
 
-    def _try_round(self, asking: dict[Node, Wire]) -> KVTierError | None:
+    def _look(self) -> KVTierError | None:
+        """Log in to every server anew. Returns what the first says that is not well."""
+        endpoint = replace(self._endpoint, timeout_s=min(LOOK_S, self._endpoint.timeout_s))
+        try:
+            first = Wire(endpoint, endpoint.address.node)
+            try:
+                nodes = nodes_of(first) if self._cluster else []
+            finally:
+                first.close()
+            for node in nodes:
+                Wire(endpoint, node).close()
+        except KVTierError as error:
+            return error.with_traceback(None)
+        return None
+
+    def _try_round(self, asking: dict[Node, Wire]) -> bool:
         try:
             self._round(asking)
         except KVTierError as error:
@@ -115,8 +142,8 @@ class Watch:
             for wire in asking.values():
                 wire.close()
             asking.clear()
-            return error.with_traceback(None)
-        return None
+            return False
+        return True
 
     def _round(self, asking: dict[Node, Wire]) -> None:
         """Ask every server once, over connections that are kept.

@@ -12,7 +12,12 @@ import socket
 import ssl
 from typing import TYPE_CHECKING
 
-from kvtier.errors import TierDeniedError, TierError, TierUnreachableError
+from kvtier.errors import (
+    TierDeniedError,
+    TierError,
+    TierTimeoutError,
+    TierUnreachableError,
+)
 from kvtier.tiers.valkey.faults import refusal
 
 if TYPE_CHECKING:
@@ -115,7 +120,7 @@ class Wire:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         except OSError as error:
-            raise TierUnreachableError(f"{node} cannot be reached: {error}") from error
+            raise _unreachable(f"{node} cannot be reached: {error}", error) from error
         try:
             if (context := endpoint.tls_context()) is not None:
                 self.socket = context.wrap_socket(self.socket, server_hostname=node.host)
@@ -128,7 +133,7 @@ class Wire:
             ) from error
         except OSError as error:
             self.close()
-            raise TierUnreachableError(f"{node} does not answer: {error}") from error
+            raise _unreachable(f"{node} does not answer: {error}", error) from error
         except BaseException:
             self.close()
             raise
@@ -155,7 +160,7 @@ class Wire:
             while len(self._waiting) < len(commands):
                 self._waiting += self.receive()
         except OSError as error:
-            raise TierUnreachableError(f"{self.node} does not answer: {error}") from error
+            raise _unreachable(f"{self.node} does not answer: {error}", error) from error
         replies = self._waiting[: len(commands)]
         del self._waiting[: len(commands)]
         return replies
@@ -188,6 +193,11 @@ class Wire:
         if address.database:
             self.ask("SELECT", str(address.database))
         self.ask("PING")
+
+
+def _unreachable(message: str, error: OSError) -> TierUnreachableError:
+    kind = TierTimeoutError if isinstance(error, TimeoutError) else TierUnreachableError
+    return kind(message)
 
 
 def command(*words: str | bytes) -> bytes:
