@@ -224,7 +224,7 @@ class ThreadedDriver(SecondaryTierManager):
     def _length(self, job: _Job, place: Place, queue: _Queue) -> int:
         """Keys of the next task of a job: more of them if other jobs keep the threads busy too."""
         if job.operation is Operation.LOOKUP:
-            share = -(-job.num_keys // len(self._threads))
+            share = -(-job.num_keys // self._num_threads)
             return max(LOOKUP_BATCH, min(share, LOOKUP_BATCH_MAX))
         tier = place.tier
         if tier is None or not isinstance(tier, SupportsBatch) or not job.metadata.spec:
