@@ -59,6 +59,7 @@ class MeetingTier(MemoryTier):
         self.meeting = threading.Barrier(parties)
         self.met = threading.local()
         self.free = [free] * num_free
+        self.held: list[str] = []
         self.released = threading.Event()
         self.done: list[str] = []
 
@@ -71,6 +72,7 @@ class MeetingTier(MemoryTier):
         try:
             self.free.remove(what)
         except ValueError:
+            self.held.append(what)
             self.released.wait()
 
     def read(self, key: BlockKey, into: Buffers) -> None:
@@ -117,7 +119,9 @@ def test_what_hangs_leaves_a_thread_to_the_other_direction(held: str) -> None:
         (driver.submit_store if what == "bulk" else driver.submit_load)(job)
 
     submit(1, held)
-    tier.meeting.wait(30)  # two of its blocks hang now, and the others wait
+    tier.meeting.wait(30)
+    while len(tier.held) < 2:
+        pass  # two of its blocks hang then, and the others wait
     tier.meeting = threading.Barrier(1)
     tier.free = ["urgent", "bulk"]
     submit(2, "urgent" if held == "bulk" else "bulk")

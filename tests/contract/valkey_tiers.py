@@ -7,10 +7,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import valkey
 
+from kvtier.errors import TierError
 from kvtier.testing.blocks import NAMESPACE
 from kvtier.tiers.valkey.settings import ValkeySettings
 from kvtier.tiers.valkey.tier_type import ValkeyTierType
@@ -40,9 +42,16 @@ def past(port: int, **options: Any) -> valkey.Valkey:
 
 
 def until(true: Callable[[], object], what: str) -> None:
-    """Wait for something that another thread or process does."""
+    """Wait for something that another thread or process does; a server may refuse to say, as one
+    does that loads its data."""
     deadline = time.monotonic() + PATIENCE_S
     pause = threading.Event()
-    while not true():
+
+    def is_so() -> bool:
+        with suppress(TierError):
+            return bool(true())
+        return False
+
+    while not is_so():
         assert time.monotonic() < deadline, f"it does not happen: {what}"
         pause.wait(0.01)
