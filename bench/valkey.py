@@ -23,7 +23,7 @@ from _report import Row, main
 from kvtier.cli.bench_remote import Plan, fresh_keys
 from kvtier.cli.bench_valkey import measure_valkey
 from kvtier.core.types import BlockKey
-from kvtier.drivers.threaded import LOOKUP_BATCH
+from kvtier.drivers.moving import lookup_length
 from kvtier.envelope import HEADER_BYTES
 from kvtier.testing.valkey_servers import ValkeyServer
 from kvtier.tiers.valkey.settings import DEFAULT_THREADS, ValkeySettings
@@ -94,7 +94,8 @@ def _lookups(
 
     bare_s = timed(lambda: list(threads.map(bare, keys)))
     before = tier.figures()["round_trips"]
-    batches = [keys[i : i + LOOKUP_BATCH] for i in range(0, len(keys), LOOKUP_BATCH)]
+    length = lookup_length(len(keys), DEFAULT_THREADS)
+    batches = [keys[i : i + length] for i in range(0, len(keys), length)]
     answers: list[bool] = []
     tier_s = timed(
         lambda: answers.extend(a for some in threads.map(tier.exists, batches) for a in some)

@@ -14,11 +14,11 @@ import pytest
 
 from kvtier.core.types import BlockKey, Done, Dropped, Fault, Reason, TierId
 from kvtier.drivers.base import SecondaryTierManager
-from kvtier.drivers.moving import RUN_BLOCKS_MAX, RUN_BYTES_MAX, run_length
+from kvtier.drivers.moving import RUN_BLOCKS_MAX, RUN_BYTES_MAX, RUN_BYTES_MIN, run_length
 from kvtier.drivers.threaded import ThreadedDriver
 from kvtier.envelope import HEADER_BYTES
 from kvtier.errors import MissingBlockError
-from kvtier.testing.blocks import ArraySlots, key_of
+from kvtier.testing.blocks import BLOCK_BYTES, ArraySlots, key_of
 from kvtier.testing.contract import DriverContract
 from kvtier.tiers.base import Buffers, Tier
 from kvtier.tiers.memory import MemoryTier
@@ -85,7 +85,10 @@ def warm(driver: ThreadedDriver) -> None:
     ("blocks", "threads", "most"),
     [(1, 4, 1), (4, 4, 1), (5, 4, 2), (64, 4, 16), (1000, 4, RUN_BLOCKS_MAX)],
 )
-def test_a_job_keeps_all_threads_busy(blocks: int, threads: int, most: int) -> None:
+def test_a_job_keeps_all_threads_busy(
+    blocks: int, threads: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.drivers.moving.RUN_BYTES_MIN", BLOCK_BYTES)  # no small blocks
     tier = BatchTier(MemoryTier())
     driver = ThreadedDriver("x", lambda namespace: tier, num_threads=threads)
     warm(driver)
@@ -126,10 +129,12 @@ def test_many_small_jobs_are_not_cut_further() -> None:
     assert driver.close()
 
 
-def test_a_task_has_a_bound_in_bytes() -> None:
+def test_a_task_has_bounds_in_bytes() -> None:
+    assert run_length(16, 64 << 10, 16) == RUN_BYTES_MIN // (64 << 10)
+    assert run_length(16, RUN_BYTES_MIN + 4096, 16) == 1
     assert run_length(1000, 1 << 20, 2) == RUN_BYTES_MAX >> 20
     assert run_length(1000, RUN_BYTES_MAX + 4096, 2) == 1
-    assert run_length(1, 4096, 16) == 1
+    assert run_length(1, 4096, 16) == RUN_BLOCKS_MAX
 
 
 def test_the_first_job_waits_for_nothing_but_the_opening() -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvtier.drivers.moving import LOOKUP_KEYS_MAX, LOOKUP_KEYS_MIN
 from kvtier.drivers.places import OPEN_TIERS_MAX
-from kvtier.drivers.threaded import LOOKUP_BATCH, LOOKUP_BATCH_MAX, ThreadedDriver
+from kvtier.drivers.threaded import ThreadedDriver
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, ArraySlots, block_of, key_of
 from kvtier.testing.contract import DriverContract
 from kvtier.testing.faults import Fail, FaultyTier, Hang
@@ -143,11 +144,11 @@ def test_blocks_of_a_job_move_in_parallel() -> None:
     ("num_keys", "calls"),
     [
         (1, 1),
-        (2 * LOOKUP_BATCH + 1, 3),
-        (8 * LOOKUP_BATCH, 8),
-        (8 * LOOKUP_BATCH + 1, 8),
-        (8 * LOOKUP_BATCH_MAX, 8),
-        (8 * LOOKUP_BATCH_MAX + 1, 9),
+        (2 * LOOKUP_KEYS_MIN + 1, 3),
+        (8 * LOOKUP_KEYS_MIN, 8),
+        (8 * LOOKUP_KEYS_MIN + 1, 8),
+        (8 * LOOKUP_KEYS_MAX, 8),
+        (8 * LOOKUP_KEYS_MAX + 1, 9),
     ],
 )
 def test_lookups_are_spread_over_the_threads(num_keys: int, calls: int) -> None:

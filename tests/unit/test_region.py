@@ -349,6 +349,45 @@ def test_populate_leaves_what_is_written():
     assert (region.rows == np.arange(2048, dtype=np.uint8)[:, None]).all()
 
 
+SMAPS = """\
+7f0000000000-7f0000200000 rw-s 00000000 00:01 1  /memfd:kvtier (deleted)
+Rss:                2048 kB
+ShmemPmdMapped:     2048 kB
+7f0000200000-7f0000a00000 rw-s 00000000 00:01 2  /memfd:kvtier (deleted)
+Rss:                8192 kB
+ShmemPmdMapped:     6144 kB
+VmFlags: rd wr sh mr mw me ms sd hg
+7f0000a00000-7f0000b00000 rw-p 00000000 00:00 0
+Rss:                1024 kB
+"""
+
+
+@pytest.mark.parametrize(
+    ("address", "huge"),
+    [
+        (0x7F0000000000, 2 << 20),
+        (0x7F0000200000, 6 << 20),
+        (0x7F0000A00000, 0),
+        (0x7F0000001000, 0),
+    ],
+)
+def test_huge_pages_are_those_of_one_mapping(address: int, huge: int):
+    assert memory._huge_bytes_at(address, SMAPS.splitlines(keepends=True)) == huge
+
+
+def test_populate_tells_of_what_pages_the_pool_is(caplog: pytest.LogCaptureFixture):
+    region = Region.create(Geometry(2048, 4 * PAGE, 1))
+    with caplog.at_level("INFO", "kvtier"):
+        region.populate().join()
+    (told,) = caplog.messages
+    if huge := region.huge_bytes():
+        assert 0 < huge <= region.geometry.total_bytes
+        assert "are in huge pages" in told
+    else:
+        assert "small pages" in told
+        assert memory._SHMEM_ENABLED in told
+
+
 def test_the_size_is_sealed():
     region = Region.create(Geometry(4, PAGE, 1))
     for size in (PAGE, 1 << 20):

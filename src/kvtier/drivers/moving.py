@@ -18,8 +18,15 @@ if TYPE_CHECKING:
 
     from kvtier.core.types import BlockKey
 
+LOOKUP_KEYS_MIN = 256
+LOOKUP_KEYS_MAX = 1024
+"""Keys that one task looks up."""
+
 RUN_BLOCKS_MAX = 64
 """Blocks that one task moves at most: a header of each is kept per thread."""
+
+RUN_BYTES_MIN = 512 << 10
+"""A task moves so many bytes if there are: to wake another thread for less takes longer."""
 
 RUN_BYTES_MAX = 16 << 20
 """Bytes that one task moves at most: beyond, a longer call brings no more throughput."""
@@ -56,8 +63,16 @@ class Moved:
 
 def run_length(num_blocks: int, block_bytes: int, num_threads: int) -> int:
     """Blocks per task such that what is queued keeps all threads busy, within the bounds above."""
-    share = -(-num_blocks // num_threads)
-    return max(1, min(share, RUN_BLOCKS_MAX, RUN_BYTES_MAX // max(block_bytes, 1)))
+    block_bytes = max(block_bytes, 1)
+    share = max(-(-num_blocks // num_threads), RUN_BYTES_MIN // block_bytes)
+    return max(1, min(share, RUN_BLOCKS_MAX, RUN_BYTES_MAX // block_bytes))
+
+
+def lookup_length(num_keys: int, num_threads: int) -> int:
+    """Keys per task of a lookup: it is spread evenly over the threads, so that it takes the time of
+    one round trip, within the bounds above.
+    """
+    return max(LOOKUP_KEYS_MIN, min(-(-num_keys // num_threads), LOOKUP_KEYS_MAX))
 
 
 def load(

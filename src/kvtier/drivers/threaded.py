@@ -4,8 +4,8 @@
              --> bulk:   stores ----------+    most n at once of either           --+
 
 1. A job is cut into tasks when threads take them: one block each, or a run of blocks if the tier
-   takes batches, or `LOOKUP_BATCH` and more keys of a lookup. So the blocks of a job move in
-   parallel and a job costs O(1) to submit.
+   takes batches, or a share of the keys of a lookup. So the blocks of a job move in parallel and a
+   job costs O(1) to submit.
 2. Whatever a task raises, it ends; the job ends with its last task. So each job has one `Done`.
 3. Bytes are verified here, on the tier's thread, before their key counts as ok.
 4. So loads never keep all threads from stores, and stores that hang leave one to loads.
@@ -27,7 +27,7 @@ from kvtier.core.types import BlockKey, Completion, Done, Dropped, Fault, TierId
 from kvtier.drivers.base import JobMetadata, SecondaryTierManager, TierCounters
 from kvtier.drivers.causes import Causes
 from kvtier.drivers.faults import cause_of, fault_of, worse
-from kvtier.drivers.moving import Headers, load, run_length, store
+from kvtier.drivers.moving import Headers, load, lookup_length, run_length, store
 from kvtier.drivers.places import Place, Places
 from kvtier.drivers.tally import Operation, Tally
 from kvtier.tiers.base import SupportsBatch, SupportsDelete, SupportsDropped, SupportsFigures, Tier
@@ -39,11 +39,6 @@ logger = logging.getLogger(__name__)
 
 QUEUE_SEEN_MAX = 64
 """Jobs that are looked at to tell how much is queued."""
-
-LOOKUP_BATCH = 256
-LOOKUP_BATCH_MAX = 1024
-"""Keys per `exists`: a long prompt's lookup is spread evenly over the threads, so that it takes the
-time of one round trip; within these bounds."""
 
 COLLECT_S = 1.0
 """How often a tier is asked what it dropped and how full it is."""
@@ -109,7 +104,7 @@ class ThreadedDriver(SecondaryTierManager):
         self._submit(_Job(Operation.LOAD, job), self._urgent)
 
     def submit_lookup(self, job: JobMetadata) -> None:
-        """Queue a lookup, in batches of `LOOKUP_BATCH` to `LOOKUP_BATCH_MAX` keys."""
+        """Queue a lookup."""
         self._submit(_Job(Operation.LOOKUP, job), self._urgent)
 
     def get_finished(self) -> list[Completion]:
@@ -224,8 +219,7 @@ class ThreadedDriver(SecondaryTierManager):
     def _length(self, job: _Job, place: Place, queue: _Queue) -> int:
         """Keys of the next task of a job: more of them if other jobs keep the threads busy too."""
         if job.operation is Operation.LOOKUP:
-            share = -(-job.num_keys // self._num_threads)
-            return max(LOOKUP_BATCH, min(share, LOOKUP_BATCH_MAX))
+            return lookup_length(job.num_keys, self._num_threads)
         tier = place.tier
         if tier is None or not isinstance(tier, SupportsBatch) or not job.metadata.spec:
             return 1

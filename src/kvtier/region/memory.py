@@ -23,6 +23,7 @@ import threading
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -30,11 +31,16 @@ import numpy.typing as npt
 from kvtier.core.types import Slot
 from kvtier.errors import RegionError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 log = logging.getLogger(__name__)
 
 _MAGIC = b"KVTIER\x00\x01"
 _HEADER = struct.Struct("<8sQQQ")
 _PAGE = mmap.PAGESIZE
+_GIB = 1 << 30
+_SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _POPULATE_STEP = 64 << 20
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -177,7 +183,8 @@ class Region:
         return self._view[start : start + self.geometry.row_bytes]
 
     def populate(self) -> threading.Thread:
-        """Back the whole region with memory, on a thread of its own.
+        """Back the whole region with memory, on a thread of its own; in huge pages as far as the
+        kernel has them for shared memory.
 
         Without it the first store into each page would pay for the fault.
         """
@@ -196,7 +203,26 @@ class Region:
                 error = os.strerror(ctypes.get_errno())
                 log.info("The CPU pool is filled with memory on first use: %s", error)
                 return
+        huge = self.huge_bytes()
+        if huge:
+            log.info(
+                "%.1f of %.1f GiB of the CPU pool are in huge pages", huge / _GIB, total / _GIB
+            )
+        else:
+            log.info(
+                "The CPU pool is in small pages, which may make tiers and copies slower; "
+                "`echo advise > %s` before the start gives it huge ones",
+                _SHMEM_ENABLED,
+            )
         del view
+
+    def huge_bytes(self) -> int:
+        """How much of this mapping is in huge pages now; 0 also where the kernel does not tell."""
+        try:
+            with open("/proc/self/smaps") as smaps:
+                return _huge_bytes_at(self._base, smaps)
+        except OSError:
+            return 0
 
     def close(self) -> None:
         """Let go of the descriptor; the mapping goes with the last view of it."""
@@ -213,6 +239,18 @@ def total_memory() -> int:
 def available_memory() -> int:
     """Bytes that this process may still use: of the machine and of its control group."""
     return max(_limits(_meminfo("MemAvailable"), busy=True), 0)
+
+
+def _huge_bytes_at(address: int, smaps: Iterable[str]) -> int:
+    """Of the mapping that begins at an address, in the format of /proc/self/smaps."""
+    start = f"{address:08x}-"
+    found = False
+    for line in smaps:
+        if not line[0].isupper():  # the head of a mapping; its fields have names
+            found = line.startswith(start)
+        elif found and line.startswith("ShmemPmdMapped:"):
+            return int(line.split()[1]) << 10
+    return 0
 
 
 def _meminfo(field: str) -> int:
