@@ -235,6 +235,19 @@ def test_the_smallest_number_that_is_good_enough() -> None:
     assert probe.smallest_good({16: 5.0}) == 16
 
 
+@pytest.mark.parametrize(
+    ("writes", "reads", "threads"),
+    [
+        ({1: 10.0, 8: 10.0}, {1: 10.0, 8: 10.0}, 8),
+        ({2: 10.0, 8: 20.0}, {2: 10.0, 8: 10.0}, 16),
+        ({2: 10.0, 8: 10.0}, {2: 10.0, 8: 20.0}, 16),
+        ({4: 10.0, 16: 20.0}, {4: 10.0}, 16),
+    ],
+)
+def test_half_of_the_threads_keep_the_medium_busy(writes, reads, threads: int) -> None:
+    assert probe.threads_for(writes, reads) == threads
+
+
 def test_threads_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     number = probe.threads_of(tmp_path, direct=True)
     assert number in probe.COUNTS[1:]

@@ -2,7 +2,8 @@
 
 Too few leave a network file system or a striped disk waiting; too many cost memory, and processor
 time when they take turns. So: the smallest number within 5 % of the best, for reads and for writes,
-and the larger of the two.
+and of the larger one the double, since a tier's threads also seal and verify: half of them keep the
+medium busy meanwhile.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ BUDGET_S = 0.4
 COUNTS = (1, 2, 4, 8, 16)
 
 _GOOD_ENOUGH = 0.95
-_MIN_THREADS = 4  # what is measured does not seal, verify or make files, which overlaps with I/O
-_VERSION = 1
+_MIN_THREADS = 8  # what is measured does not make files either, which overlaps with I/O
+_MAX_THREADS = max(COUNTS)
+_VERSION = 2
 
 
 class ThreadProbe(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,8 +128,14 @@ def measure(
         os.close(descriptor)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-    threads = max(smallest_good(writes), smallest_good(reads), _MIN_THREADS)
+    threads = threads_for(writes, reads)
     return ThreadProbe(threads=threads, medium=medium, direct=direct, write=writes, read=reads)
+
+
+def threads_for(writes: Mapping[int, float], reads: Mapping[int, float]) -> int:
+    """The number for a tier whose medium has these rates by number of threads."""
+    moving = max(smallest_good(writes), smallest_good(reads))
+    return min(max(2 * moving, _MIN_THREADS), _MAX_THREADS)
 
 
 def smallest_good(rates: Mapping[int, float]) -> int:
