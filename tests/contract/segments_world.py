@@ -130,10 +130,6 @@ def on_disk(root: Path) -> int:
     return sum(path.stat().st_size for path in segments_of(root))
 
 
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def rewrite_log(tier: SegmentsTier) -> None:
     """Of the only store that the tier owns."""
     (store,) = tier._owned.stores()

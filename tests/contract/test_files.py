@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from descriptors import opened_below
 from files_world import file_of, files_under, get, put
 
 import kvtier
@@ -463,11 +464,11 @@ def test_temporary_names_differ_between_tiers_of_one_process(tmp_path: Path) -> 
 
 def test_nothing_is_left_open(tmp_path: Path) -> None:
     tier = FilesTier(tmp_path, NAMESPACE)
-    before = len(os.listdir("/proc/self/fd"))
+    before = opened_below(tmp_path)
     for i in range(20):
         put(tier, key_of(i))
         get(tier, key_of(i))
         os.truncate(file_of(tmp_path, i), 3)
         with pytest.raises(MissingBlockError):
             get(tier, key_of(i))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened_below(tmp_path) == before

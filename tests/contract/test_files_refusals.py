@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from descriptors import opened_below
 from files_world import (
     DURABILITIES,
     Counted,
@@ -41,7 +42,7 @@ def test_a_refused_write_raises_and_leaves_nothing(
     space = Counted()
     tier = FilesTier(tmp_path, NAMESPACE, space=space, durability="data", direct=direct)
     put(tier, key_of(2))
-    before = len(os.listdir("/proc/self/fd"))
+    before = opened_below(tmp_path)
     with monkeypatch.context() as patched:
         inner: Callable[..., Any] = getattr(os, call)
 
@@ -56,7 +57,7 @@ def test_a_refused_write_raises_and_leaves_nothing(
         assert caught.value.errno == number
     assert files_under(tmp_path) == [file_of(tmp_path, 2)]
     assert space.taken == BLOCK_BYTES
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened_below(tmp_path) == before
     put(tier, key_of(1))
     assert get(tier, key_of(1)) == block_of(key_of(1))
 

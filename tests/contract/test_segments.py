@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import segments_world
+from descriptors import opened_below
 from segments_world import (
     SMALL,
     Capacity,
@@ -169,7 +170,7 @@ def test_a_root_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_open(tmp_path: Path) -> None:
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = opened_below(tmp_path)
     for _ in range(3):
         one = SegmentsTier(tmp_path, NAMESPACE, space=Capacity(64 * SMALL))
         two = SegmentsTier(tmp_path, NAMESPACE, space=Capacity(64 * SMALL))
@@ -179,4 +180,4 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
         one.maintain()
         one.close()
         two.close()
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert opened_below(tmp_path) == before

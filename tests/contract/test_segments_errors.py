@@ -9,6 +9,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from descriptors import opened_below
 from segments_world import (
     SMALL,
     Capacity,
@@ -16,7 +17,6 @@ from segments_world import (
     failure_of,
     get,
     held,
-    num_descriptors,
     on_disk,
     open_tier,
     put,
@@ -128,7 +128,7 @@ def test_nothing_leaks_when_making_a_segment_fails(
         nth += 1
         root = tmp_path / str(nth)
         root.mkdir()
-        before = num_descriptors()
+        before = opened_below(tmp_path)
         capacity = Capacity(1 << 20)
         tier = open_tier(root, capacity, durability=durability)
         with failing(name, errno.EIO, nth) as calls:
@@ -143,7 +143,7 @@ def test_nothing_leaks_when_making_a_segment_fails(
         assert capacity.used == on_disk(root)
         tier._owned.slots.check()
         tier.close()
-        assert num_descriptors() == before
+        assert opened_below(tmp_path) == before
         if len(calls) < nth:
             break
     assert nth == 1 or failures or name == "open", "no call failed: O_DIRECT may"
@@ -159,7 +159,7 @@ def test_a_takeover_that_fails_is_tried_again(tmp_path: Path, name: str) -> None
         nth += 1
         root = tmp_path / str(nth)
         root.mkdir()
-        before = num_descriptors()
+        before = opened_below(tmp_path)
         orphan = open_tier(root, Capacity(1 << 20))
         put(orphan, *range(16))
         put(orphan, *range(16, 40))
@@ -172,7 +172,7 @@ def test_a_takeover_that_fails_is_tried_again(tmp_path: Path, name: str) -> None
             try:
                 tier = open_tier(root, capacity)
             except OSError:
-                assert num_descriptors() == before
+                assert opened_below(tmp_path) == before
                 tier = open_tier(root, capacity)
         tier.maintain()
         assert tier.figures()["stores"] == 1
@@ -181,7 +181,7 @@ def test_a_takeover_that_fails_is_tried_again(tmp_path: Path, name: str) -> None
         assert capacity.used == on_disk(root) == tier.owned_bytes()
         tier._owned.slots.check()
         tier.close()
-        assert num_descriptors() == before
+        assert opened_below(tmp_path) == before
         if len(calls) < nth:
             break
     assert nth > 1, "no call failed"
@@ -193,7 +193,7 @@ def test_a_log_that_cannot_be_read_is_closed(
 ) -> None:
     owner, reader = open_tier(tmp_path), open_tier(tmp_path)
     put(owner, 1)
-    before = num_descriptors()
+    before = opened_below(tmp_path)
 
     def broken(self: follower.LogReader, *arguments: object) -> None:
         raise OSError(errno.EIO, "bad sector")
@@ -205,7 +205,7 @@ def test_a_log_that_cannot_be_read_is_closed(
                 assert reader.exists([key_of(1)]) == [False]
             else:
                 reader.maintain()
-            assert num_descriptors() == before
+            assert opened_below(tmp_path) == before
     assert held(reader, [1]) == {1} or how == "lookup"
     reader.maintain()
     assert held(reader, [1]) == {1}
@@ -425,7 +425,7 @@ def test_a_segment_that_its_server_does_not_know_is_lost(
 def test_a_store_that_is_made_while_its_directory_cannot_be_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = num_descriptors()
+    before = opened_below(tmp_path)
     capacity = Capacity(1 << 20)
     tier = open_tier(tmp_path, capacity, durability="data")
     put(tier, *range(16))
@@ -438,4 +438,4 @@ def test_a_store_that_is_made_while_its_directory_cannot_be_synced(
         assert cause_of(write_failure(tier, 20)) is Cause.EIO
     assert capacity.used == on_disk(tmp_path) == 16 * SMALL
     tier.close()
-    assert num_descriptors() == before
+    assert opened_below(tmp_path) == before

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
+from descriptors import opened_below
 from segments_world import (
     SMALL,
     Capacity,
     content_of,
     get,
     held,
-    num_descriptors,
     open_tier,
     put,
     rewrite_log,
@@ -162,11 +162,11 @@ def test_the_descriptors_of_segments_that_are_gone_are_closed(tmp_path: Path) ->
     owner, reader = open_tier(tmp_path), open_tier(tmp_path)
     put(owner, *range(16))
     assert len(held(reader, range(16))) == 16
-    before = num_descriptors()
+    before = len(opened_below(tmp_path))
     (segment,) = owner._owned.slots.segments()
     owner._owned.remove_segment(segment, "evicted_blocks")
     reader.maintain()
-    assert num_descriptors() <= before - 2
+    assert len(opened_below(tmp_path)) <= before - 2
     owner.close()
     reader.close()
 

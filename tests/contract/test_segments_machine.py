@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
 
+from descriptors import opened_below
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -211,10 +211,7 @@ class SegmentsMachine(RuleBasedStateMachine):
         if hasattr(self, "tier"):
             self.reader.close()
             self.tier.close()
-            opened = {
-                os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
-            }
-            assert not any(path.startswith(str(self.root)) for path in opened), "descriptors leak"
+            assert opened_below(self.root) == []
             shutil.rmtree(self.root)
 
 

@@ -8,13 +8,13 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from descriptors import opened_below
 from segments_world import (
     SMALL,
     Capacity,
     data_of,
     get,
     held,
-    num_descriptors,
     open_tier,
     put,
     stores_of,
@@ -93,11 +93,11 @@ def test_a_store_that_is_removed_while_it_is_locked(
         owner.close()
         whole(fd, operation)
 
-    before = num_descriptors()
+    before = len(opened_below(tmp_path))
     monkeypatch.setattr(fcntl, "flock", meanwhile)
     assert store.lock_store(str(directory)) is None
     assert not directory.exists()
-    assert num_descriptors() < before
+    assert len(opened_below(tmp_path)) < before
 
 
 def test_a_store_is_locked_before_it_can_be_seen(

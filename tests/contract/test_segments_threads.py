@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
+from descriptors import opened_below
 from segments_world import (
     SMALL,
     Capacity,
@@ -18,7 +19,6 @@ from segments_world import (
     data_of,
     get,
     held,
-    num_descriptors,
     open_tier,
     put,
 )
@@ -151,11 +151,11 @@ def test_a_segment_that_goes_under_a_reader(
         put(tier, 7)
         return whole(fd, views, at)
 
-    before = num_descriptors()
+    before = len(opened_below(tmp_path))
     monkeypatch.setattr(os, "preadv", meanwhile)
     assert get(tier, 0) == content_of(0)
     assert held(tier, [0, 7]) == {7}
-    assert num_descriptors() == before, "the descriptors of the old one are closed"
+    assert len(opened_below(tmp_path)) == before, "the descriptors of the old one are closed"
     tier.close()
 
 
