@@ -11,9 +11,10 @@ same place meanwhile:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from kvtier.errors import ConfigError, TierError
+from kvtier.tiers.deletion import Deletion
 from kvtier.tiers.registry import decode_settings, kind_of_url, load_tier_type
 
 if TYPE_CHECKING:
@@ -92,28 +93,8 @@ class Found:
     row: memoryview | None
 
 
-@dataclass(slots=True)
-class Removed:
-    """What a deletion did.
-
-    Attributes:
-        blocks: removed.
-        nbytes: of the blocks removed.
-        kept: left alone since they were used meanwhile, or gone already.
-        failures: blocks that could not be removed, and why.
-    """
-
-    blocks: int = 0
-    nbytes: int = 0
-    kept: int = 0
-    failures: list[tuple[RemoteBlock, str]] = field(default_factory=list)
-
-    def __iadd__(self, other: Self) -> Self:
-        self.blocks += other.blocks
-        self.nbytes += other.nbytes
-        self.kept += other.kept
-        self.failures += other.failures
-        return self
+Removed = Deletion[RemoteBlock]
+"""What a deletion did there."""
 
 
 class RemoteCatalog(Protocol):

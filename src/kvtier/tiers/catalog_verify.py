@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvtier.envelope import open_envelope, verify
 from kvtier.errors import EnvelopeError, MissingBlockError, TierError
 from kvtier.tiers.catalog import BLOCK_BYTES_MAX
+from kvtier.tiers.catalog_threads import look_at_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -123,70 +124,37 @@ def verify_remote(
     Raises:
         TierError: the place cannot be reached any more.
     """
-    return _Verifier(catalog, blocks, repair, progress).run(num_threads)
+    verifier = _Verifier(catalog, repair)
+
+    def look(block: RemoteBlock) -> None:
+        verifier.look_at(block)
+        progress(block.nbytes)
+
+    look_at_all(blocks, num_threads, lambda: look)
+    return verifier.found
 
 
 class _Verifier:
-    def __init__(
-        self,
-        catalog: RemoteCatalog,
-        blocks: Iterable[RemoteBlock],
-        repair: bool,
-        progress: Callable[[int], None],
-    ) -> None:
+    """Judges blocks, on any thread."""
+
+    def __init__(self, catalog: RemoteCatalog, repair: bool) -> None:
         self._catalog = catalog
-        self._blocks = iter(blocks)
         self._repair = repair
-        self._progress = progress
-        self._taking = threading.Lock()
         self._lock = threading.Lock()  # guards what follows
-        self._found = RemoteVerification()
+        self.found = RemoteVerification()
         self._failures = 0
-        self._error: BaseException | None = None
-        self._stopped = False
 
-    def run(self, num_threads: int) -> RemoteVerification:
-        threads = [
-            threading.Thread(target=self._serve, name=f"kvtier-verify-{i}", daemon=True)
-            for i in range(num_threads)
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        finally:
-            self._stopped = True
-            for thread in threads:
-                thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._found
-
-    def _serve(self) -> None:
-        try:
-            while (block := self._take()) is not None:
-                self._look_at(block)
-                self._progress(block.nbytes)
-        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            self._error = error
-            self._stopped = True
-
-    def _take(self) -> RemoteBlock | None:
-        with self._taking:
-            return None if self._stopped else next(self._blocks, None)
-
-    def _look_at(self, block: RemoteBlock) -> None:
+    def look_at(self, block: RemoteBlock) -> None:
         try:
             reason, is_whole = self._judged(block)
         except MissingBlockError:
             with self._lock:
-                self._found.vanished += 1
+                self.found.vanished += 1
             return
         except TierError as error:
             with self._lock:
                 self._failures += 1
-                self._found.damages.append(RemoteDamage(block, str(error), False, False))
+                self.found.damages.append(RemoteDamage(block, str(error), False, False))
                 if self._failures >= _FAILURES_MAX:
                     raise
             return
@@ -195,8 +163,8 @@ class _Verifier:
         with self._lock:
             self._failures = 0
             if reason is None:
-                self._found.blocks += 1
-                self._found.nbytes += block.nbytes
+                self.found.blocks += 1
+                self.found.nbytes += block.nbytes
 
     def _condemn(self, block: RemoteBlock, reason: str, is_whole: bool) -> None:
         """Note what is wrong with a block, and remove it if that is wanted."""
@@ -210,12 +178,12 @@ class _Verifier:
                 refused, reason = True, f"{reason}; cannot be removed: {error}"
         with self._lock:
             if self._repair and not removed and not refused:
-                self._found.vanished += 1  # or it has been rewritten, and is not bad any more
+                self.found.vanished += 1  # or it has been rewritten, and is not bad any more
             elif is_whole or refused:
-                self._found.damages.append(RemoteDamage(block, reason, True, removed))
+                self.found.damages.append(RemoteDamage(block, reason, True, removed))
             else:
-                self._found.incomplete += 1
-                self._found.removed_incomplete += removed
+                self.found.incomplete += 1
+                self.found.removed_incomplete += removed
 
     def _judged(self, block: RemoteBlock) -> tuple[str | None, bool]:
         """What is wrong with a block, if anything, and whether all of its parts are there."""

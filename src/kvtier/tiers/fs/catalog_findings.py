@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from kvtier.tiers.deletion import Deletion
 from kvtier.tiers.fs.temporary import is_stale_temp
 
 if TYPE_CHECKING:
@@ -54,28 +55,8 @@ class TemporaryFile:
     stale: bool
 
 
-@dataclass(slots=True)
-class Deleted:
-    """What a deletion did.
-
-    Attributes:
-        blocks: removed.
-        nbytes: of the blocks removed.
-        kept: left alone since they were used meanwhile, or gone already.
-        failures: blocks that could not be removed, and why.
-    """
-
-    blocks: int = 0
-    nbytes: int = 0
-    kept: int = 0
-    failures: list[tuple[BlockEntry, str]] = field(default_factory=list)
-
-    def __iadd__(self, other: Deleted) -> Self:
-        self.blocks += other.blocks
-        self.nbytes += other.nbytes
-        self.kept += other.kept
-        self.failures += other.failures
-        return self
+Deleted = Deletion[BlockEntry]
+"""What a deletion did there."""
 
 
 class Findings:

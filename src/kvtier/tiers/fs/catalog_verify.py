@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.envelope import HEADER_BYTES, Envelope, open_envelope, verify
 from kvtier.errors import EnvelopeError, MissingBlockError
+from kvtier.tiers.catalog_threads import look_at_all
 from kvtier.tiers.fs.page_buffer import PageBuffer
 
 if TYPE_CHECKING:
@@ -109,61 +110,37 @@ def verify_blocks(
     Raises:
         BaseException: what interrupted it; the threads have ended then.
     """
-    return _Verifier(stored, repair, progress).run(num_threads)
+    verifier = _Verifier(repair)
+
+    def make_look() -> Callable[[Stored], None]:
+        buffer = PageBuffer()
+
+        def look(one: Stored) -> None:
+            verifier.look_at(*one, buffer)
+            progress(one[2].nbytes)
+
+        return look
+
+    look_at_all(stored, num_threads, make_look)
+    return verifier.found
 
 
 class _Verifier:
-    def __init__(
-        self, stored: Iterable[Stored], repair: bool, progress: Callable[[int], None]
-    ) -> None:
-        self._stored = iter(stored)
+    """Judges blocks, on any thread."""
+
+    def __init__(self, repair: bool) -> None:
         self._repair = repair
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._found = Verification()
-        self._error: BaseException | None = None
-        self._stopped = False
+        self._lock = threading.Lock()  # guards what follows
+        self.found = Verification()
 
-    def run(self, num_threads: int) -> Verification:
-        threads = [
-            threading.Thread(target=self._serve, name=f"kvtier-verify-{i}", daemon=True)
-            for i in range(num_threads)
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        finally:
-            self._stopped = True
-            for thread in threads:
-                thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._found
-
-    def _serve(self) -> None:
-        buffer = PageBuffer()
-        try:
-            while (taken := self._take()) is not None:
-                self._verify(*taken, buffer)
-                self._progress(taken[2].nbytes)
-        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            self._error = error
-            self._stopped = True
-
-    def _take(self) -> Stored | None:
-        with self._lock:
-            return None if self._stopped else next(self._stored, None)
-
-    def _verify(
+    def look_at(
         self, namespace: NamespaceEntry, layout: LayoutBlocks, entry: BlockEntry, buffer: PageBuffer
     ) -> None:
         try:
             data = read_verified(namespace.digest, layout, entry, buffer)
         except MissingBlockError:
             with self._lock:
-                self._found.vanished += 1
+                self.found.vanished += 1
         except EnvelopeError as error:
             removed = self._repair and layout.delete([entry]).blocks == 1
             self._add(Damage(namespace, layout.layout, entry, str(error), True, removed))
@@ -172,9 +149,9 @@ class _Verifier:
             self._add(Damage(namespace, layout.layout, entry, reason, False, False))
         else:
             with self._lock:
-                self._found.blocks += 1
-                self._found.nbytes += data.nbytes
+                self.found.blocks += 1
+                self.found.nbytes += data.nbytes
 
     def _add(self, damage: Damage) -> None:
         with self._lock:
-            self._found.damages.append(damage)
+            self.found.damages.append(damage)
