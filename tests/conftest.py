@@ -1,8 +1,12 @@
 """How properties are searched: the same examples in every run, or, with
 `--hypothesis-profile=search`, other ones each time.
+
+Shells have their background jobs ignore SIGINT, and so would the children that tests interrupt.
 """
 
 from __future__ import annotations
+
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -16,3 +20,6 @@ settings.register_profile(
 )
 settings.register_profile("search", settings.get_profile("fixed"), derandomize=False)
 settings.load_profile("fixed")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
