@@ -11,6 +11,9 @@ from kvtier.testing.s3_servers import ACCESS_KEY, SECRET_KEY, S3Server
 
 BUCKET = "kvtier-test"
 
+IMPATIENT = {"timeout_s": 1.0, "retries": 0}
+"""Options of an object tier whose server is to fail."""
+
 
 def object_environment() -> dict[str, str]:
     """Of an engine with an object tier."""
@@ -19,14 +22,13 @@ def object_environment() -> dict[str, str]:
 
 
 def object_tier(store: HttpFaultProxy | S3Server, prefix: str, **options: Any) -> dict[str, Any]:
-    """An object tier below a prefix, without patience."""
+    """An object tier below a prefix; with patience, since tests share their cores."""
     return {
         "type": "object",
         "url": f"s3://{BUCKET}/{prefix}",
         "endpoint": f"http://{store.address[0]}:{store.address[1]}",
         "allow_http": True,
-        "timeout_s": 1.0,
-        "retries": 0,
+        "timeout_s": 20.0,
         **options,
     }
 

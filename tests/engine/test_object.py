@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from remote_tiers import BUCKET, object_environment, object_tier
+from remote_tiers import BUCKET, IMPATIENT, object_environment, object_tier
 from small_engines import comes_back
 
 pytest.importorskip("obstore")
@@ -59,7 +59,7 @@ def test_two_engines_share_a_bucket_and_tenants_do_not(engines, proxy, prompt) -
 def test_a_store_that_fails_in_every_way_costs_its_hits_alone(engines, proxy, prompt) -> None:
     engine = start(
         engines,
-        object_tier(proxy, "faults"),
+        object_tier(proxy, "faults", **IMPATIENT),
         tier_failures_max=2,
         tier_backoff_ms=200,
         max_wait_ms=5000,
@@ -89,7 +89,7 @@ def test_a_store_that_fails_in_every_way_costs_its_hits_alone(engines, proxy, pr
 
 def test_a_killed_server_comes_back(engines, server, proxy, prompt, tmp_path) -> None:
     files = {"type": "fs", "root_dir": str(tmp_path)}
-    engine = start(engines, files, object_tier(proxy, "killed"), tier_backoff_ms=200)
+    engine = start(engines, files, object_tier(proxy, "killed", **IMPATIENT), tier_backoff_ms=200)
     asked = prompt(500)
     expected = engine.reference(asked)
     server.kill()
