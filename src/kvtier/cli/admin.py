@@ -20,13 +20,13 @@ from rich.table import Table
 
 from kvtier.cli.admin_options import age_text, count_text, sample_size, size_text
 from kvtier.cli.admin_output import (
-    DAMAGES_SHOWN,
     DIGITS_SHOWN,
     PIPE_WIDTH,
     PROBLEMS,
     Json,
     exit_codes,
     findings_json,
+    good_text,
     messages_console,
     model_text,
     print_json,
@@ -34,6 +34,7 @@ from kvtier.cli.admin_output import (
     say,
     say_findings,
     teller,
+    write_damages,
 )
 from kvtier.cli.admin_places import Places, url_in
 from kvtier.cli.admin_remote import ls_url, verify_url
@@ -347,21 +348,11 @@ def _print_verification(
     seconds: float,
     messages: Console,
 ) -> None:
-    rate = size_text(found.nbytes / seconds) if seconds > 0 else "-"
-    text = f"{count_text(found.blocks, 'good block')}, {size_text(found.nbytes)}"
-    text += f" in {seconds:.1f} s, {rate}/s"
+    text = good_text(found.blocks, found.nbytes, seconds)
     if found.vanished:
         text += f"; {found.vanished:,} were gone meanwhile"
     sys.stdout.write(text + "\n")
-    if found.damages:
-        sys.stdout.write(f"{count_text(len(found.damages), 'damaged block')}:\n")
-    for damage in found.damages[:DAMAGES_SHOWN]:
-        sys.stdout.write(
-            f"  {damage.namespace.digest[:DIGITS_SHOWN]} {damage.entry.key.hex()}: "
-            f"{damage.reason}{', removed' if damage.removed else ''}\n"
-        )
-    if len(found.damages) > DAMAGES_SHOWN:
-        sys.stdout.write(f"  and {len(found.damages) - DAMAGES_SHOWN:,} more; --json has all\n")
+    write_damages([(one.namespace.digest, one.entry.key, one) for one in found.damages])
     if stale:
         removed = sum(removed for _, removed in stale)
         sys.stdout.write(

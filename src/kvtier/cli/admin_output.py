@@ -19,15 +19,18 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from kvtier.cli.admin_options import count_text
+from kvtier.cli.admin_options import count_text, size_text
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.tiers.descriptions import fact_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from kvtier.core.types import BlockKey
     from kvtier.tiers.catalog import RemoteBlock, Removed
+    from kvtier.tiers.catalog_verify import RemoteDamage
     from kvtier.tiers.fs.catalog_findings import BlockEntry, Deleted, Findings
+    from kvtier.tiers.fs.catalog_verify import Damage
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -145,6 +148,25 @@ def deleted_json(deleted: Deleted | Removed) -> dict[str, Any]:
             {"key": entry.key.hex(), "reason": reason} for entry, reason in deleted.failures
         ],
     }
+
+
+def good_text(blocks: int, nbytes: int, seconds: float) -> str:
+    """How many blocks were verified, for people."""
+    rate = size_text(nbytes / seconds) if seconds > 0 else "-"
+    return f"{count_text(blocks, 'good block')}, {size_text(nbytes)} in {seconds:.1f} s, {rate}/s"
+
+
+def write_damages(damages: Sequence[tuple[str, BlockKey, Damage | RemoteDamage]]) -> None:
+    """Damaged blocks, for people: the digest of the namespace, the key, and what is wrong."""
+    if damages:
+        sys.stdout.write(f"{count_text(len(damages), 'damaged block')}:\n")
+    for digest, key, damage in damages[:DAMAGES_SHOWN]:
+        sys.stdout.write(
+            f"  {digest[:DIGITS_SHOWN]} {key.hex()}: "
+            f"{damage.reason}{', removed' if damage.removed else ''}\n"
+        )
+    if len(damages) > DAMAGES_SHOWN:
+        sys.stdout.write(f"  and {len(damages) - DAMAGES_SHOWN:,} more; --json has all\n")
 
 
 def say_failures(

@@ -16,15 +16,16 @@ from rich.table import Table
 
 from kvtier.cli.admin_options import age_text, count_text, sample_size, size_text
 from kvtier.cli.admin_output import (
-    DAMAGES_SHOWN,
     DIGITS_SHOWN,
     PATHS_SHOWN,
     PIPE_WIDTH,
     PROBLEMS,
+    good_text,
     model_text,
     print_json,
     progress_bar,
     say,
+    write_damages,
 )
 from kvtier.cli.admin_places import catalog_at, survey_at
 from kvtier.tiers.catalog_verify import sampled, verify_remote
@@ -281,9 +282,7 @@ def _damage_json(catalog: RemoteCatalog, damage: RemoteDamage) -> dict[str, Any]
 
 
 def _print_verification(done: RemoteVerification, seconds: float) -> None:
-    rate = size_text(done.nbytes / seconds) if seconds > 0 else "-"
-    text = f"{count_text(done.blocks, 'good block')}, {size_text(done.nbytes)}"
-    text += f" in {seconds:.1f} s, {rate}/s"
+    text = good_text(done.blocks, done.nbytes, seconds)
     if done.vanished:
         text += f"; {done.vanished:,} were gone or rewritten meanwhile"
     sys.stdout.write(text + "\n")
@@ -292,12 +291,4 @@ def _print_verification(done: RemoteVerification, seconds: float) -> None:
             f"{count_text(done.incomplete, 'block')} of which a part was evicted, a miss for "
             f"engines, {done.removed_incomplete:,} removed\n"
         )
-    if done.damages:
-        sys.stdout.write(f"{count_text(len(done.damages), 'damaged block')}:\n")
-    for damage in done.damages[:DAMAGES_SHOWN]:
-        sys.stdout.write(
-            f"  {damage.block.namespace[:DIGITS_SHOWN]} {damage.block.key.hex()}: "
-            f"{damage.reason}{', removed' if damage.removed else ''}\n"
-        )
-    if len(done.damages) > DAMAGES_SHOWN:
-        sys.stdout.write(f"  and {len(done.damages) - DAMAGES_SHOWN:,} more; --json has all\n")
+    write_damages([(one.block.namespace, one.block.key, one) for one in done.damages])
