@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -77,6 +78,26 @@ def test_a_failing_fio_says_why(place: Path, tmp_path: Path) -> None:
     program.chmod(0o700)
     with pytest.raises(TierError, match="no such engine"):
         measure_fio(str(program), place, MIB, 1, False)
+
+
+def test_an_interrupt_just_after_fio_was_started_ends_it(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    class Interrupted(subprocess.Popen[str]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    program = tmp_path / "fio"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure_fio(str(program), place, MIB, 1, False)
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 def test_a_table_and_a_picture(place: Path, tmp_path: Path, without_fio: None) -> None:

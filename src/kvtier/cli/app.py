@@ -14,13 +14,14 @@ import kvtier
 from kvtier.cli.admin import ls, verify
 from kvtier.cli.admin_archive import export, import_
 from kvtier.cli.admin_remove import evict, wipe
-from kvtier.cli.bench_fs import bench_fs, termination_as_interrupt
+from kvtier.cli.bench_fs import bench_fs
 from kvtier.cli.bench_object import bench_object
 from kvtier.cli.bench_valkey import bench_valkey
 from kvtier.cli.demo import DemoOptions, run_demo
 from kvtier.cli.demo_plan import DEFAULT_TIERS, DEMO_TIERS, parse_tiers, plan_for
 from kvtier.cli.demo_tiers import require
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.interrupts import termination_as_interrupt
 
 app = typer.Typer(
     name="kvtier",

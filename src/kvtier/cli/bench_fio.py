@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from kvtier.errors import TierError
+from kvtier.interrupts import interrupts_held
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,18 +110,11 @@ def _run(
         *common,
         "--rw=read",
     ]
-    done = subprocess.run(  # noqa: S603 - no shell, and nothing of it comes from outside
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_TIMEOUT_S,
-        env={**os.environ, "LC_ALL": "C"},
-    )
-    if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines()
-        raise TierError(f"fio failed: {lines[-1] if lines else done.returncode}")
-    report = json.loads(done.stdout[done.stdout.index("{") :])
+    returncode, stdout, stderr = _output(command)
+    if returncode:
+        lines = (stderr or stdout).strip().splitlines()
+        raise TierError(f"fio failed: {lines[-1] if lines else returncode}")
+    report = json.loads(stdout[stdout.index("{") :])
     speeds = {job["jobname"]: job for job in report["jobs"]}
     name = f"fio {engine} depth {depth}"
     return FioBest(
@@ -129,3 +123,26 @@ def _run(
         name,
         name,
     )
+
+
+def _output(command: list[str]) -> tuple[int, str, str]:
+    """What a program says, and its exit status; however this ends, it does not run any more."""
+    process: subprocess.Popen[str] | None = None
+    try:
+        with interrupts_held():
+            process = subprocess.Popen(  # noqa: S603 - no shell, and nothing comes from outside
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "LC_ALL": "C"},
+            )
+        stdout, stderr = process.communicate(timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise TierError(f"fio does not end within {_TIMEOUT_S:g} s") from None
+    finally:
+        if process is not None and process.returncode is None:
+            process.kill()
+            process.communicate()
+    return process.returncode, stdout, stderr

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -24,6 +22,7 @@ from kvtier.cli.bench_fs_jobs import BenchTier, JobTimes, filled_region
 from kvtier.cli.bench_report import Row, rows_json, rows_table
 from kvtier.config import parse_size
 from kvtier.errors import ConfigError
+from kvtier.interrupts import interrupts_held, termination_as_interrupt
 from kvtier.region.memory import available_memory
 from kvtier.tiers.fs.medium import probe_direct
 
@@ -250,46 +249,27 @@ def _best(
 
 
 @contextlib.contextmanager
-def termination_as_interrupt() -> Iterator[None]:
-    """Have SIGTERM end this like Ctrl-C does, so that it cleans up. On the main thread only."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    former = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, former)
-
-
-_REMOVALS_MAX = 50
-_REMOVAL_PAUSE_S = 0.1
-
-
-@contextlib.contextmanager
 def scratch(directory: Path) -> Iterator[Path]:
     """A directory of our own below another one, removed at the end whatever happens.
 
     Raises:
         ConfigError: it cannot be made.
     """
+    place: str | None = None
     try:
-        place = tempfile.mkdtemp(prefix="kvtier-bench-", dir=directory)
+        with interrupts_held():
+            place = tempfile.mkdtemp(prefix="kvtier-bench-", dir=directory)
+        yield Path(place).absolute()
     except OSError as error:
+        if place is not None:
+            raise
         raise ConfigError(
             f"DIR = {str(directory)!r} cannot be written ({error.strerror}): name an existing "
             f"directory that this user may write"
         ) from None
-    try:
-        yield Path(place).absolute()
     finally:
-        # a process that was interrupted as it started may write for a moment after us
-        for _ in range(_REMOVALS_MAX):
+        if place is not None:
             shutil.rmtree(place, ignore_errors=True)
-            if not os.path.lexists(place):
-                break
-            time.sleep(_REMOVAL_PAUSE_S)
 
 
 def check_free(directory: Path, needed: int) -> None:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from kvtier.core.types import BlockKey, Done, JobId, Slot, TierId
-from kvtier.drivers.base import JobMetadata, SlotViews
+from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews
 from kvtier.errors import TierError
+from kvtier.interrupts import interrupts_held
 from kvtier.offloader import Assignment, ConfiguredTier, make_driver_for
 from kvtier.region import Geometry, Region
 from kvtier.tiers.registry import decode_settings, load_tier_type
@@ -78,12 +79,13 @@ class BenchTier:
         settings = decode_settings(tier_type, plain, "bench")
         facts = {"digest": self._namespace, "label": "kvtier-bench"}
         tier = ConfiguredTier("bench", tier_type, settings, "fs", plain)
-        self._driver = make_driver_for(
-            Assignment(tier, TierId(0), self._region, lambda _: facts, _HANG_S)
-        )
+        self._assignment = Assignment(tier, TierId(0), self._region, lambda _: facts, _HANG_S)
+        self._started: SecondaryTierManager | None = None
 
     def __enter__(self) -> Self:
         try:
+            with interrupts_held():
+                self._started = make_driver_for(self._assignment)
             self._wait_until_ready()
         except BaseException:
             self.close()
@@ -95,7 +97,13 @@ class BenchTier:
 
     def close(self) -> None:
         """End the tier's process; what it stored stays."""
-        self._driver.close(timeout_s=10.0)
+        if self._started is not None:
+            self._started.close(timeout_s=10.0)
+
+    @property
+    def _driver(self) -> SecondaryTierManager:
+        assert self._started is not None, "entered"
+        return self._started
 
     def times(self, job_blocks: int, repetitions: int) -> JobTimes:
         """Store, look up and load fresh blocks, `repetitions` times.

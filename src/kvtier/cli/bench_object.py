@@ -20,6 +20,7 @@ from kvtier.cli.bench_plan import (
 from kvtier.cli.bench_remote import Plan, measure
 from kvtier.cli.bench_report import Row, rows_json, rows_table
 from kvtier.cli.tier_options import TierOptions, tier_options
+from kvtier.interrupts import termination_as_interrupt
 from kvtier.tiers.registry import decode_settings, load_tier_type
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def bench_object(
         options = tier_options(url, option or [])
         options["url"] = f"{url.rstrip('/')}/kvtier-bench-{secrets.token_hex(6)}"
         plan = plan_of("object", options, sizes, in_flight, seconds, quick=quick)
-        with messages.status("bench") as status:
+        with termination_as_interrupt(), messages.status("bench") as status:
             rows = measure_object(plan, status.update)
     if json:
         print_json(rows_json(rows))

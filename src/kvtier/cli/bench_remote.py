@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Protocol, Self
 from kvtier.cli.bench_fs_jobs import filled_region
 from kvtier.cli.bench_report import Row
 from kvtier.core.types import BlockKey, Done, JobId, Slot, TierId
-from kvtier.drivers.base import JobMetadata, SlotViews
+from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews
 from kvtier.errors import TierError
+from kvtier.interrupts import interrupts_held
 from kvtier.offloader import Assignment, ConfiguredTier, make_driver_for
 from kvtier.tiers.registry import decode_settings, load_tier_type
 
@@ -106,11 +107,16 @@ class RemoteJobs:
         tier_type.preflight(settings, "bench")
         facts = {"digest": self._namespace, "label": "kvtier-bench"}
         tier = ConfiguredTier("bench", tier_type, settings, kind, plain)
-        self._driver = make_driver_for(
-            Assignment(tier, TierId(0), region, lambda _: facts, _HANG_S)
-        )
+        self._assignment = Assignment(tier, TierId(0), region, lambda _: facts, _HANG_S)
+        self._started: SecondaryTierManager | None = None
 
     def __enter__(self) -> Self:
+        try:
+            with interrupts_held():
+                self._started = make_driver_for(self._assignment)
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,7 +124,13 @@ class RemoteJobs:
 
     def close(self) -> None:
         """End the tier's process; what it stored stays."""
-        self._driver.close(timeout_s=10.0)
+        if self._started is not None:
+            self._started.close(timeout_s=10.0)
+
+    @property
+    def _driver(self) -> SecondaryTierManager:
+        assert self._started is not None, "entered"
+        return self._started
 
     def seconds(self, operation: str, keys: Sequence[BlockKey]) -> float:
         """Seconds for one job, from submit until its `Done` is polled.

@@ -30,6 +30,7 @@ from kvtier.cli.bench_remote import Plan, RemoteJobs, fresh_keys, shape_text
 from kvtier.cli.bench_report import Row, rows_json, rows_table
 from kvtier.cli.tier_options import TierOptions, tier_options
 from kvtier.core.types import Slot
+from kvtier.interrupts import termination_as_interrupt
 from kvtier.tiers.registry import decode_settings, load_tier_type
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def bench_valkey(
         options["key_prefix"] = f"kvtier-bench-{secrets.token_hex(6)}:"
         options["on_unavailable"] = "fail"
         plan = plan_of("valkey", options, sizes, in_flight, seconds, quick=quick)
-        with messages.status("bench") as status:
+        with termination_as_interrupt(), messages.status("bench") as status:
             rows = measure_valkey(plan, status.update)
     if json:
         print_json(rows_json(rows))

@@ -15,6 +15,7 @@ import msgspec
 
 from kvtier.cli.demo_lines import Answer, Done, DropPool, Failed, Generate, Generated, Settle
 from kvtier.errors import KVTierError
+from kvtier.interrupts import interrupts_held
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -48,24 +49,26 @@ def engine_life(start: Start, log: Path, environment: Mapping[str, str]) -> Iter
         DemoError: It did not start, or did not end in order.
     """
     here, there = socket.socketpair()
+    life: EngineLife | None = None
     with here:
-        with there, log.open("wb") as output:
-            process = subprocess.Popen(  # noqa: S603  # our own module
-                [sys.executable, "-m", "kvtier.cli.demo_engine", str(there.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[there.fileno()],
-                env={**os.environ, **environment},
-                start_new_session=True,
-            )
-        life = EngineLife(process, here, log)
         try:
+            with there, log.open("wb") as output, interrupts_held():
+                process = subprocess.Popen(  # noqa: S603  # our own module
+                    [sys.executable, "-m", "kvtier.cli.demo_engine", str(there.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[there.fileno()],
+                    env={**os.environ, **environment},
+                    start_new_session=True,
+                )
+                life = EngineLife(process, here, log)
             life.start(start)
             yield life
             life.end()
         except BaseException:
-            life.kill()
+            if life is not None:
+                life.kill()
             raise
 
 

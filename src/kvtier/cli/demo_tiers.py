@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.cli.demo_life import DemoError
 from kvtier.errors import ConfigError
+from kvtier.interrupts import interrupts_held
 from kvtier.testing.s3_servers import ACCESS_KEY, REGION, SECRET_KEY, SeaweedServer
 
 if TYPE_CHECKING:
@@ -153,11 +154,12 @@ def _running(server: SeaweedServer | ValkeyServer) -> Iterator[None]:
             server.start()
         except RuntimeError as error:
             raise DemoError(str(error)) from None
-        watch = subprocess.Popen(  # noqa: S603  # our own program
-            [sys.executable, "-c", _WATCH, str(server.pid)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        with interrupts_held():
+            watch = subprocess.Popen(  # noqa: S603  # our own program
+                [sys.executable, "-c", _WATCH, str(server.pid)],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
         yield
     finally:
         if watch is not None:

@@ -26,6 +26,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
+from kvtier.interrupts import interrupts_held
+
 ACCESS_KEY = "kvtierkey"
 SECRET_KEY = "kvtiersecret"
 REGION = "us-east-1"
@@ -100,9 +102,10 @@ class S3Server:
         program = _find(self.program)
         if program is None:
             raise RuntimeError(f"{self.program} is missing: pip install 'kvtier[servers]'")
-        with (self.directory / "server.log").open("ab") as log:
+        command = [program, *self.command()]
+        with (self.directory / "server.log").open("ab") as log, interrupts_held():
             self._process = subprocess.Popen(
-                [program, *self.command()],
+                command,
                 cwd=self.directory,
                 env={**os.environ, **self.environment()},
                 stdin=subprocess.DEVNULL,

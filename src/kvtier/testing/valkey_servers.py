@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from kvtier.errors import TierError
+from kvtier.interrupts import interrupts_held
 from kvtier.tiers.valkey.address import Node
 from kvtier.tiers.valkey.settings import ValkeySettings, endpoint_of
 from kvtier.tiers.valkey.wire import Wire
@@ -73,13 +74,14 @@ class ValkeyServer:
         fixed = self.port
         for _ in range(_ATTEMPTS):
             self.port = fixed or free_port()
-            self._process = subprocess.Popen(
-                [server_program(), *self._arguments()],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            with interrupts_held():
+                self._process = subprocess.Popen(
+                    [server_program(), *self._arguments()],
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
             if self._answers(until):
                 return
             self.kill()
