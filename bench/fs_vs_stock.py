@@ -4,6 +4,9 @@ Every tier moves blocks out of and into one region of memory, on one mount, in t
 as below an engine: in its process, with envelope and checksums. vLLM's is driven as its tiering
 manager does it: submit and poll; lookups are asked again until they are answered. What is loaded is
 not in the page cache. Each figure is the best of a few repetitions.
+
+ext4 passes over inodes that were freed in the last minutes, one by one, so a run just after many
+deletions (an earlier run's, too) measures that. A file system of its own is best.
 """
 
 from __future__ import annotations

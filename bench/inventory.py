@@ -22,6 +22,7 @@ from _report import Row, main
 from kvtier.testing.blocks import NAMESPACE
 from kvtier.tiers.fs.capacity import Capacity
 from kvtier.tiers.fs.inventory import Inventory
+from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS
 from kvtier.tiers.fs.scan import Scanner
 from kvtier.tiers.fs.term import SweepSettings
 
@@ -39,7 +40,7 @@ def fill(root: Path, count: int) -> None:
     now = time.time()
     for i in range(count):
         name = hashlib.sha256(i.to_bytes(8, "big")).hexdigest() + "00000000"
-        path = f"{place}/{name[:3]}/{name}"
+        path = f"{place}/{name[:FAN_OUT_DIGITS]}/{name}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         os.ftruncate(descriptor, FILE_BYTES)
         os.utime(descriptor, (now - count + i, now - count + i))

@@ -29,8 +29,8 @@ from _report import Row, main
 from kvtier.tiers.fs.abilities import is_probe
 from kvtier.tiers.fs.accounts import rounded
 from kvtier.tiers.fs.capacity import Capacity
-from kvtier.tiers.fs.files import FAN_OUT_DIGITS
 from kvtier.tiers.fs.ledger import LedgerFile
+from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS
 from kvtier.tiers.fs.temporary import is_temp
 from kvtier.tiers.fs.term import SweepSettings
 

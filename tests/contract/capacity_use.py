@@ -17,6 +17,7 @@ from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
 from kvtier.tiers.fs import shared_space
 from kvtier.tiers.fs.capacity import Capacity
 from kvtier.tiers.fs.files import FilesTier
+from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -50,7 +51,7 @@ class Use:
 
     def file(self, i: int) -> Path:
         name = key_of(i).hex()
-        return self.root / NAMESPACE / name[:3] / name
+        return self.root / NAMESPACE / name[:FAN_OUT_DIGITS] / name
 
     def figure(self, name: str) -> float:
         return self.capacity.figures().get(name, 0)

@@ -14,6 +14,7 @@ from kvtier.envelope import HEADER_BYTES
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
 from kvtier.testing.contract import TierContract
 from kvtier.tiers.fs.files import Durability, FilesTier
+from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS
 from kvtier.tiers.fs.temporary import is_stale_temp
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Counted:
 def file_of(root: Path, i: int) -> Path:
     """Where the layout puts a block: written down here a second time, as a reader of it would."""
     name = key_of(i).hex()
-    return root / NAMESPACE / name[:3] / name
+    return root / NAMESPACE / name[:FAN_OUT_DIGITS] / name
 
 
 def files_under(root: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from kvtier.tiers.fs.scan import FOREIGN_NAMED_MAX, Scanner
 if TYPE_CHECKING:
     from pathlib import Path
 
-SHELF = "abc"
+SHELF = "ab"
 NOW = 2 * 10**18
 
 
@@ -30,7 +30,7 @@ def scanned(scanner: Scanner) -> None:
 
 def shelf_of(root: Path, count: int) -> list[bytes]:
     """Keys of files of a page each, in one directory."""
-    keys = [bytes.fromhex(SHELF + key_of(i).hex()[3:]) for i in range(count)]
+    keys = [bytes.fromhex(SHELF + key_of(i).hex()[len(SHELF) :]) for i in range(count)]
     (root / NAMESPACE / SHELF).mkdir(parents=True)
     for key in keys:
         (root / NAMESPACE / SHELF / key.hex()).write_bytes(bytes(PAGE_BYTES))

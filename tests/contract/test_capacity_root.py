@@ -20,6 +20,7 @@ from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
 from kvtier.tiers.fs.accounts import PAGE_BYTES
 from kvtier.tiers.fs.eviction import Remover
 from kvtier.tiers.fs.inventory import Inventory, Place, Store, VictimStore
+from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS
 from kvtier.tiers.fs.temporary import TempNames
 
 if TYPE_CHECKING:
@@ -146,10 +147,10 @@ def test_what_is_not_kvtiers_is_left_alone_and_told_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     outside = tmp_path_factory.mktemp("outside")
-    name = key_of(1).hex()
-    for path in (outside / "3f0", outside / name):
+    name = key_of(3).hex()  # in another directory than key_of(2)
+    for path in (outside / "3f", outside / name):
         path.mkdir()
-    innocent = outside / name[:3]
+    innocent = outside / name[:FAN_OUT_DIGITS]
     innocent.mkdir()
     (innocent / name).write_bytes(bytes(BLOCK_BYTES))
     age(innocent / name, 90_000)
@@ -160,14 +161,14 @@ def test_what_is_not_kvtiers_is_left_alone_and_told_once(
         it.root / "README",
         place / "notes.txt",
         it.file(2).parent / "x.bin",
-        it.file(2).parent / name.replace(name[:3], "zzz"),
+        it.file(2).parent / name.replace(name[:FAN_OUT_DIGITS], "zzz"),
         place / "someone.tmp",
     ]
     for path in foreign:
         path.write_bytes(bytes(BLOCK_BYTES))
         age(path, 90_000)
-    (place / name[:3]).symlink_to(innocent)
-    link = it.file(2).parent / (it.file(2).parent.name + name[3:])
+    (place / name[:FAN_OUT_DIGITS]).symlink_to(innocent)
+    link = it.file(2).parent / (it.file(2).parent.name + name[FAN_OUT_DIGITS:])
     link.symlink_to(innocent / name)
     (it.root / ("cd" * 32)).symlink_to(outside)
     with caplog.at_level(logging.WARNING):

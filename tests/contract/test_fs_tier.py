@@ -13,7 +13,7 @@ import pytest
 from kvtier.errors import ConfigError, MissingBlockError, TierError, TierUnreachableError
 from kvtier.testing.blocks import NAMESPACE, block_of, key_of
 from kvtier.testing.contract import TierContract
-from kvtier.tiers.base import SupportsDropped, SupportsFigures, Tier
+from kvtier.tiers.base import SupportsBatchBytes, SupportsDropped, SupportsFigures, Tier
 from kvtier.tiers.fs.capacity import Capacity
 from kvtier.tiers.fs.home import layout_of
 from kvtier.tiers.fs.marker import MARKER_FILE, mark, read_marker
@@ -93,6 +93,16 @@ def test_a_local_directory_gets_segments_and_is_marked(tmp_path: Path) -> None:
     assert (tmp_path / MARKER_FILE).stat().st_mode & 0o777 == 0o600
     assert list((tmp_path / NAMESPACE / "stores").iterdir())
     assert json.loads((tmp_path / NAMESPACE / "namespace.json").read_text())["model"] == "tiny"
+
+
+@pytest.mark.parametrize(("layout", "wanted"), [("files", 2 << 20), ("segments", 0)])
+def test_files_on_a_local_medium_want_larger_batches(
+    tmp_path: Path, layout: str, wanted: int
+) -> None:
+    tier = opened(root_dir=str(tmp_path), layout=layout)
+    assert isinstance(tier, SupportsBatchBytes)
+    assert tier.batch_bytes_min == wanted
+    tier.close()
 
 
 def test_auto_follows_the_marker(tmp_path: Path) -> None:

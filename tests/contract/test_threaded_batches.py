@@ -135,6 +135,22 @@ def test_a_task_has_bounds_in_bytes() -> None:
     assert run_length(1000, 1 << 20, 2) == RUN_BYTES_MAX >> 20
     assert run_length(1000, RUN_BYTES_MAX + 4096, 2) == 1
     assert run_length(1, 4096, 16) == RUN_BLOCKS_MAX
+    assert run_length(64, 256 << 10, 16, 2 << 20) == 8
+
+
+@pytest.mark.parametrize(("wanted", "batches"), [(0, [2] * 4), (2 << 20, [8])])
+def test_a_tier_says_how_many_bytes_are_worth_a_batch(wanted: int, batches: list[int]) -> None:
+    class Wishful(BatchTier):
+        batch_bytes_min = wanted
+
+    tier = Wishful(MemoryTier())
+    driver = ThreadedDriver("tier", lambda _: tier, 16, TierId(0))
+    warm(driver)
+    slots = ArraySlots(8, 256 << 10)
+    driver.submit_store(drive.job(1, [key_of(i) for i in range(8)], slots, readonly=True))
+    drive.wait(driver, 1)
+    assert tier.batches == batches
+    assert driver.close()
 
 
 def test_the_first_job_waits_for_nothing_but_the_opening() -> None:

@@ -217,7 +217,7 @@ def test_fs_measures_how_many_threads_a_directory_is_worth(tmp_path: Path) -> No
 
 
 def test_fs_clears_away_what_killed_writers_left(tmp_path: Path) -> None:
-    left = tmp_path / NAMESPACE / "abc" / "1-a-0.tmp"
+    left = tmp_path / NAMESPACE / "ab" / "1-a-0.tmp"
     left.parent.mkdir(parents=True)
     left.touch()
     os.utime(left, (0, 0))

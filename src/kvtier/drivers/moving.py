@@ -26,7 +26,8 @@ RUN_BLOCKS_MAX = 64
 """Blocks that one task moves at most: a header of each is kept per thread."""
 
 RUN_BYTES_MIN = 512 << 10
-"""A task moves so many bytes if there are: to wake another thread for less takes longer."""
+"""A task moves so many bytes if there are: to wake another thread for less takes longer. A tier may
+want more, see `kvtier.tiers.base.SupportsBatchBytes`."""
 
 RUN_BYTES_MAX = 16 << 20
 """Bytes that one task moves at most: beyond, a longer call brings no more throughput."""
@@ -61,10 +62,12 @@ class Moved:
     failed: list[BaseException] = field(default_factory=list)
 
 
-def run_length(num_blocks: int, block_bytes: int, num_threads: int) -> int:
-    """Blocks per task such that what is queued keeps all threads busy, within the bounds above."""
+def run_length(num_blocks: int, block_bytes: int, num_threads: int, bytes_min: int = 0) -> int:
+    """Blocks per task such that what is queued keeps all threads busy, within the bounds above.
+    `bytes_min` other than 0 takes the place of `RUN_BYTES_MIN`.
+    """
     block_bytes = max(block_bytes, 1)
-    share = max(-(-num_blocks // num_threads), RUN_BYTES_MIN // block_bytes)
+    share = max(-(-num_blocks // num_threads), (bytes_min or RUN_BYTES_MIN) // block_bytes)
     return max(1, min(share, RUN_BLOCKS_MAX, RUN_BYTES_MAX // block_bytes))
 
 

@@ -30,7 +30,14 @@ from kvtier.drivers.faults import cause_of, fault_of, worse
 from kvtier.drivers.moving import Headers, load, lookup_length, run_length, store
 from kvtier.drivers.places import Place, Places
 from kvtier.drivers.tally import Operation, Tally
-from kvtier.tiers.base import SupportsBatch, SupportsDelete, SupportsDropped, SupportsFigures, Tier
+from kvtier.tiers.base import (
+    SupportsBatch,
+    SupportsBatchBytes,
+    SupportsDelete,
+    SupportsDropped,
+    SupportsFigures,
+    Tier,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -227,7 +234,8 @@ class ThreadedDriver(SecondaryTierManager):
             job.block_bytes = job.metadata.spec[0].nbytes
         others = sum(each.num_keys - each.taken for each in islice(queue.jobs, QUEUE_SEEN_MAX))
         num_blocks = max(job.num_keys, others)
-        return run_length(num_blocks, job.block_bytes, self._num_threads)
+        bytes_min = tier.batch_bytes_min if isinstance(tier, SupportsBatchBytes) else 0
+        return run_length(num_blocks, job.block_bytes, self._num_threads, bytes_min)
 
     def _run(self, task: _Task, headers: Headers) -> None:
         """Do a task, and count what it did. Raises nothing."""

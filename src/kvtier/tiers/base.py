@@ -77,6 +77,16 @@ class SupportsBatch(Protocol):
 
 
 @runtime_checkable
+class SupportsBatchBytes(Protocol):
+    """Optional, beside `SupportsBatch`: the tier says how many bytes are worth a batch."""
+
+    @property
+    def batch_bytes_min(self) -> int:
+        """A batch moves so many bytes if the job has them; 0 leaves it to the driver."""
+        ...
+
+
+@runtime_checkable
 class SupportsDropped(Protocol):
     """Optional: the tier evicts, and tells what."""
 

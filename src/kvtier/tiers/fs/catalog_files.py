@@ -1,6 +1,6 @@
 """The blocks of the `files` layout as a tool sees them: one file each, named by its key.
 
-    <namespace>/<3 hex>/<key hex>
+    <namespace>/<2 hex>/<key hex>
 
 A block is published by a rename and never changed, so a file that is open is one whole block, and
 removing a block is removing its file, whoever reads it.
@@ -27,7 +27,7 @@ from kvtier.tiers.fs.catalog_findings import (
     Deleted,
     Findings,
 )
-from kvtier.tiers.fs.namespace_directory import NAMESPACE_FILE
+from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS, NAMESPACE_FILE
 from kvtier.tiers.fs.segments.store import STORES_NAME
 from kvtier.tiers.fs.temporary import is_temp
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from kvtier.tiers.fs.page_buffer import PageBuffer
 
-_FAN_OUT = re.compile(r"[0-9a-f]{3}")
+_FAN_OUT = re.compile(rf"[0-9a-f]{{{FAN_OUT_DIGITS}}}")
 _NAME = re.compile(rf"(?:[0-9a-f]{{2}}){{2,{MAX_KEY_BYTES}}}")
 _OURS_IN_NAMESPACE = frozenset({NAMESPACE_FILE, STORES_NAME})
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -57,7 +57,7 @@ class FileBlocks:
     def path_of(self, key: BlockKey) -> str:
         """Where the block's file is, if there is one."""
         name = key.hex()
-        return f"{self._path}/{name[:3]}/{name}"
+        return f"{self._path}/{name[:FAN_OUT_DIGITS]}/{name}"
 
     def disk_bytes(self) -> None:
         """Nothing but the blocks."""

@@ -1,7 +1,7 @@
 """One file per block: the layout for directories that engines and hosts share.
 
     <root>/<namespace>/namespace.json      what the namespace stands for, for humans
-    <root>/<namespace>/<3 hex>/<key hex>   a block: header and row
+    <root>/<namespace>/<2 hex>/<key hex>   a block: header and row
 
 The directory is the index and a file's mtime is its last use; nothing else is kept, so both are
 common to all who use the directory, and survive them. Rules:
@@ -9,8 +9,9 @@ common to all who use the directory, and survive them. Rules:
 1. A block is published by a rename within its directory, so readers see all of it or nothing, also
    when its writer is killed.
 2. The level comes from the first digits of the key: those are a hash, the last are the group. One
-   level of 4,096 directories, not two of 256: a lookup that finds nothing in memory reads half as
-   many directories, few are ever made (16 MiB in all), and at 10^6 blocks each has 250 names.
+   level of 256 directories: they are all made with the first thousand blocks, and to make one
+   takes as long as a small block. At 10^6 blocks each has 4,000 names, which every file system
+   with hashed or sorted directories finds as fast.
 3. Blocks are opened by absolute path: a descriptor of the namespace would save 0.2 us per call and
    go stale when somebody wipes the namespace or mounts the root again. A lookup of many keys opens
    one for itself.
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Literal
 from kvtier.errors import MissingBlockError
 from kvtier.tiers.fs.drafts import Draft, Drafts
 from kvtier.tiers.fs.io import aligned, open_file, read_all
-from kvtier.tiers.fs.namespace_directory import NamespaceDirectory
+from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS, NamespaceDirectory
 from kvtier.tiers.fs.space import Space, Unbounded
 
 if TYPE_CHECKING:
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
 Durability = Literal["none", "data"]
 """`none`: blocks survive the death of processes. `data`: the loss of power too."""
-
-FAN_OUT_DIGITS = 3
 
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _SYNC_TOGETHER = 16  # files of one call that are open until all are synced
@@ -64,6 +63,7 @@ class FilesTier:
             system it costs a round trip.
         lookups_at_once: threads that may look keys up at a time; None for all. Where a call takes a
             microsecond, more than two only take the interpreter from each other.
+        batch_bytes_min: see `kvtier.tiers.base.SupportsBatchBytes`.
 
     Raises:
         OSError: the namespace directory or its description cannot be written.
@@ -79,7 +79,9 @@ class FilesTier:
         direct: bool = False,
         touch_age_s: float = 1.0,
         lookups_at_once: int | None = None,
+        batch_bytes_min: int = 0,
     ) -> None:
+        self.batch_bytes_min = batch_bytes_min
         self._durable = durability == "data"
         self._directory = NamespaceDirectory(root, namespace, description, self._durable)
         self._space = space or Unbounded()

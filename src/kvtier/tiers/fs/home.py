@@ -13,7 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kvtier.errors import TierError, TierUnreachableError
-from kvtier.tiers.base import SupportsDropped
+from kvtier.tiers.base import SupportsBatchBytes, SupportsDropped
 from kvtier.tiers.fs.capacity import Capacity
 from kvtier.tiers.fs.checks import remarks
 from kvtier.tiers.fs.files import FilesTier
@@ -39,6 +39,7 @@ _TOTALS_OF_BOTH = ("evicted_blocks",)  # an owner of segments evicts, and so doe
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 _LOOKUPS_LOCAL = 2
+_BATCH_BYTES_LOCAL = 2 << 20  # of files: their calls are short, and threads wait for each other's
 
 _TOUCH_AGE_LOCAL_S = 1.0
 _TOUCH_AGE_SHARED_S = 60.0  # writing a use down costs a round trip there
@@ -142,6 +143,7 @@ class _Opened:
         self._direct = direct.works
         self._touch_age_s = _TOUCH_AGE_SHARED_S if medium.shared else _TOUCH_AGE_LOCAL_S
         self._lookups_at_once = None if medium.shared else _LOOKUPS_LOCAL
+        self._batch_bytes_min = 0 if medium.shared else _BATCH_BYTES_LOCAL
         bounds = settings.bounds_of(root)
         if settings.direct == "on" and not direct.works:
             raise TierError(f"{root} takes no direct I/O ({direct.reason}): set direct to auto")
@@ -186,6 +188,7 @@ class _Opened:
                 self._direct,
                 self._touch_age_s,
                 self._lookups_at_once,
+                self._batch_bytes_min,
             )
         tier = SegmentsTier(
             self._root,
@@ -219,6 +222,11 @@ class NamespaceTier:
         self._inner = inner
         self._evicted: deque[BlockKey] = deque()
         self._capacity.listen(namespace, self._on_evicted)
+
+    @property
+    def batch_bytes_min(self) -> int:
+        """See `SupportsBatchBytes`."""
+        return self._inner.batch_bytes_min if isinstance(self._inner, SupportsBatchBytes) else 0
 
     def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """See `Tier`."""

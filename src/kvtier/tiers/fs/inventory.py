@@ -101,7 +101,7 @@ class Place:
     """One namespace.
 
     Attributes:
-        shelves: by name of the directory, 3 hex digits.
+        shelves: by name of the directory, 2 hex digits.
         stores: by id.
         described: mtime of `namespace.json`, ns; 0 if there is none.
         last_held: when somebody was last seen to hold the namespace, ns.

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FAN_OUT_DIGITS = 2
+"""Of a key, in hex: the directory that its file lies in."""
+
 NAMESPACE_FILE = "namespace.json"
 
 FILE_MODE = 0o600
