@@ -101,7 +101,7 @@ def test_files_on_a_local_medium_want_larger_batches(
 ) -> None:
     tier = opened(root_dir=str(tmp_path), layout=layout)
     assert isinstance(tier, SupportsBatchBytes)
-    assert tier.batch_bytes_min == wanted
+    assert tier.write_batch_bytes_min == wanted
     tier.close()
 
 

@@ -139,9 +139,9 @@ def test_a_task_has_bounds_in_bytes() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "batches"), [(0, [2] * 4), (2 << 20, [8])])
-def test_a_tier_says_how_many_bytes_are_worth_a_batch(wanted: int, batches: list[int]) -> None:
+def test_a_tier_says_how_many_bytes_are_worth_a_write(wanted: int, batches: list[int]) -> None:
     class Wishful(BatchTier):
-        batch_bytes_min = wanted
+        write_batch_bytes_min = wanted
 
     tier = Wishful(MemoryTier())
     driver = ThreadedDriver("tier", lambda _: tier, 16, TierId(0))
@@ -150,6 +150,10 @@ def test_a_tier_says_how_many_bytes_are_worth_a_batch(wanted: int, batches: list
     driver.submit_store(drive.job(1, [key_of(i) for i in range(8)], slots, readonly=True))
     drive.wait(driver, 1)
     assert tier.batches == batches
+    tier.batches.clear()
+    driver.submit_load(drive.job(2, [key_of(i) for i in range(8)], slots))
+    drive.wait(driver, 2)
+    assert tier.batches == [2] * 4, "a read waits for the medium, so it is spread"
     assert driver.close()
 
 

@@ -234,7 +234,9 @@ class ThreadedDriver(SecondaryTierManager):
             job.block_bytes = job.metadata.spec[0].nbytes
         others = sum(each.num_keys - each.taken for each in islice(queue.jobs, QUEUE_SEEN_MAX))
         num_blocks = max(job.num_keys, others)
-        bytes_min = tier.batch_bytes_min if isinstance(tier, SupportsBatchBytes) else 0
+        bytes_min = 0
+        if job.operation is Operation.STORE and isinstance(tier, SupportsBatchBytes):
+            bytes_min = tier.write_batch_bytes_min
         return run_length(num_blocks, job.block_bytes, self._num_threads, bytes_min)
 
     def _run(self, task: _Task, headers: Headers) -> None:

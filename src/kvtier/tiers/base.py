@@ -78,11 +78,11 @@ class SupportsBatch(Protocol):
 
 @runtime_checkable
 class SupportsBatchBytes(Protocol):
-    """Optional, beside `SupportsBatch`: the tier says how many bytes are worth a batch."""
+    """Optional, beside `SupportsBatch`: the tier says how many bytes are worth a call."""
 
     @property
-    def batch_bytes_min(self) -> int:
-        """A batch moves so many bytes if the job has them; 0 leaves it to the driver."""
+    def write_batch_bytes_min(self) -> int:
+        """`write_batch` gets so many bytes if the job has them; 0 leaves it to the driver."""
         ...
 
 

@@ -63,7 +63,7 @@ class FilesTier:
             system it costs a round trip.
         lookups_at_once: threads that may look keys up at a time; None for all. Where a call takes a
             microsecond, more than two only take the interpreter from each other.
-        batch_bytes_min: see `kvtier.tiers.base.SupportsBatchBytes`.
+        write_batch_bytes_min: see `kvtier.tiers.base.SupportsBatchBytes`.
 
     Raises:
         OSError: the namespace directory or its description cannot be written.
@@ -79,9 +79,9 @@ class FilesTier:
         direct: bool = False,
         touch_age_s: float = 1.0,
         lookups_at_once: int | None = None,
-        batch_bytes_min: int = 0,
+        write_batch_bytes_min: int = 0,
     ) -> None:
-        self.batch_bytes_min = batch_bytes_min
+        self.write_batch_bytes_min = write_batch_bytes_min
         self._durable = durability == "data"
         self._directory = NamespaceDirectory(root, namespace, description, self._durable)
         self._space = space or Unbounded()

@@ -39,7 +39,9 @@ _TOTALS_OF_BOTH = ("evicted_blocks",)  # an owner of segments evicts, and so doe
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 _LOOKUPS_LOCAL = 2
-_BATCH_BYTES_LOCAL = 2 << 20  # of files: their calls are short, and threads wait for each other's
+_WRITE_BATCH_BYTES_LOCAL = (
+    2 << 20
+)  # of files: short calls, between which threads get in each other's way
 
 _TOUCH_AGE_LOCAL_S = 1.0
 _TOUCH_AGE_SHARED_S = 60.0  # writing a use down costs a round trip there
@@ -143,7 +145,7 @@ class _Opened:
         self._direct = direct.works
         self._touch_age_s = _TOUCH_AGE_SHARED_S if medium.shared else _TOUCH_AGE_LOCAL_S
         self._lookups_at_once = None if medium.shared else _LOOKUPS_LOCAL
-        self._batch_bytes_min = 0 if medium.shared else _BATCH_BYTES_LOCAL
+        self._write_batch_bytes_min = 0 if medium.shared else _WRITE_BATCH_BYTES_LOCAL
         bounds = settings.bounds_of(root)
         if settings.direct == "on" and not direct.works:
             raise TierError(f"{root} takes no direct I/O ({direct.reason}): set direct to auto")
@@ -188,7 +190,7 @@ class _Opened:
                 self._direct,
                 self._touch_age_s,
                 self._lookups_at_once,
-                self._batch_bytes_min,
+                self._write_batch_bytes_min,
             )
         tier = SegmentsTier(
             self._root,
@@ -224,9 +226,11 @@ class NamespaceTier:
         self._capacity.listen(namespace, self._on_evicted)
 
     @property
-    def batch_bytes_min(self) -> int:
+    def write_batch_bytes_min(self) -> int:
         """See `SupportsBatchBytes`."""
-        return self._inner.batch_bytes_min if isinstance(self._inner, SupportsBatchBytes) else 0
+        return (
+            self._inner.write_batch_bytes_min if isinstance(self._inner, SupportsBatchBytes) else 0
+        )
 
     def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """See `Tier`."""
