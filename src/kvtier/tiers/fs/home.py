@@ -39,9 +39,8 @@ _TOTALS_OF_BOTH = ("evicted_blocks",)  # an owner of segments evicts, and so doe
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 _LOOKUPS_LOCAL = 2
-_WRITE_BATCH_BYTES_LOCAL = (
-    2 << 20
-)  # of files: short calls, between which threads get in each other's way
+# of files: their calls are short, and threads get in each other's way between them
+_WRITE_BATCH_BYTES_LOCAL = 2 << 20
 
 _TOUCH_AGE_LOCAL_S = 1.0
 _TOUCH_AGE_SHARED_S = 60.0  # writing a use down costs a round trip there
