@@ -15,6 +15,7 @@ from engine_client import ONE_PROCESS, TWO_RANKS, Engine, Forker, spawn
 from kvtier.testing import models as makers
 from kvtier.tiers.fs.catalog import Catalog
 from kvtier.tiers.fs.catalog_findings import Findings
+from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS
 
 BLOCK = 32
 """Tokens per GPU block."""
@@ -139,7 +140,9 @@ def stored_blocks(root: Path) -> int:
 
 def block_files(root: Path) -> list[Path]:
     """Files of blocks below the root of an fs tier."""
-    return sorted(p for p in root.glob("*/???/*") if not p.name.endswith(".tmp"))
+    return sorted(
+        p for p in root.glob(f"*/{'?' * FAN_OUT_DIGITS}/*") if not p.name.endswith(".tmp")
+    )
 
 
 def until(reached: Callable[[], object]) -> None:
