@@ -9,15 +9,15 @@ import secrets
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.core.types import BlockKey, Done, JobId, Slot, TierId
-from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews
+from kvtier.cli.bench_driver import MeasuredTier
+from kvtier.core.types import BlockKey, Done, JobId, Slot
+from kvtier.drivers.base import JobMetadata, SlotViews
 from kvtier.errors import TierError
-from kvtier.interrupts import interrupts_held
-from kvtier.offloader import Assignment, ConfiguredTier, make_driver_for
+from kvtier.offloader import ConfiguredTier
 from kvtier.region import Geometry, Region
 from kvtier.tiers.registry import decode_settings, load_tier_type
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-_HANG_S = 60.0
 _JOB_S = 120.0
 _READY_S = 30.0
 _POLL_S = 0.0001
@@ -49,7 +48,7 @@ class JobTimes:
     absent: float
 
 
-class BenchTier:
+class BenchTier(MeasuredTier):
     """An fs tier over a fresh namespace, with slots full of data.
 
     Args:
@@ -64,11 +63,8 @@ class BenchTier:
 
     def __init__(self, root: Path, options: Mapping[str, object], region: Region) -> None:
         self._root = root
-        self._namespace = hashlib.sha256(secrets.token_bytes(16)).hexdigest()
-        self._job_ids = itertools.count(1)
         self._keys = itertools.count()
         self._token = secrets.token_bytes(16)
-        self._region = region
         tier_type = load_tier_type("fs", "bench.type")
         plain = {"root_dir": str(root), **options}
         settings = decode_settings(tier_type, plain, "bench")
@@ -77,33 +73,7 @@ class BenchTier:
         # its process would measure their number once more, and perhaps choose another
         plain = {**plain, "threads": self.num_threads}
         settings = decode_settings(tier_type, plain, "bench")
-        facts = {"digest": self._namespace, "label": "kvtier-bench"}
-        tier = ConfiguredTier("bench", tier_type, settings, "fs", plain)
-        self._assignment = Assignment(tier, TierId(0), self._region, lambda _: facts, _HANG_S)
-        self._started: SecondaryTierManager | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            with interrupts_held():
-                self._started = make_driver_for(self._assignment)
-            self._wait_until_ready()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the tier's process; what it stored stays."""
-        if self._started is not None:
-            self._started.close(timeout_s=10.0)
-
-    @property
-    def _driver(self) -> SecondaryTierManager:
-        assert self._started is not None, "entered"
-        return self._started
+        super().__init__(ConfiguredTier("bench", tier_type, settings, "fs", plain), region)
 
     def times(self, job_blocks: int, repetitions: int) -> JobTimes:
         """Store, look up and load fresh blocks, `repetitions` times.
@@ -161,7 +131,7 @@ class BenchTier:
             for _ in range(count)
         ]
 
-    def _wait_until_ready(self) -> None:
+    def _prepare(self) -> None:
         """Store one block, again and again until that works: the directory is counted first."""
         until = time.monotonic() + _READY_S
         while True:

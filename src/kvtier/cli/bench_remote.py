@@ -7,7 +7,6 @@ is a median.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import secrets
 import statistics
@@ -15,15 +14,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol
 
+from kvtier.cli.bench_driver import MeasuredTier
 from kvtier.cli.bench_fs_jobs import filled_region
 from kvtier.cli.bench_report import Row
-from kvtier.core.types import BlockKey, Done, JobId, Slot, TierId
-from kvtier.drivers.base import JobMetadata, SecondaryTierManager, SlotViews
+from kvtier.core.types import BlockKey, Done, JobId, Slot
+from kvtier.drivers.base import JobMetadata, SlotViews
 from kvtier.errors import TierError
-from kvtier.interrupts import interrupts_held
-from kvtier.offloader import Assignment, ConfiguredTier, make_driver_for
+from kvtier.offloader import ConfiguredTier
 from kvtier.tiers.registry import decode_settings, load_tier_type
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
     from kvtier.region import Region
 
-_HANG_S = 60.0
 _JOB_S = 300.0
 _POLL_S = 0.0001
 _TICK_S = 0.001
@@ -85,7 +83,7 @@ class _Times:
     bare: dict[str, list[float]] = field(default_factory=lambda: {"store": [], "load": []})
 
 
-class RemoteJobs:
+class RemoteJobs(MeasuredTier):
     """Jobs of a tier over one region.
 
     Args:
@@ -98,39 +96,11 @@ class RemoteJobs:
     """
 
     def __init__(self, kind: str, options: Mapping[str, object], region: Region) -> None:
-        self._namespace = hashlib.sha256(secrets.token_bytes(16)).hexdigest()
-        self._job_ids = itertools.count(1)
-        self._region = region
         tier_type = load_tier_type(kind, "bench.type")
         plain = dict(options)
         settings = decode_settings(tier_type, plain, "bench")
         tier_type.preflight(settings, "bench")
-        facts = {"digest": self._namespace, "label": "kvtier-bench"}
-        tier = ConfiguredTier("bench", tier_type, settings, kind, plain)
-        self._assignment = Assignment(tier, TierId(0), region, lambda _: facts, _HANG_S)
-        self._started: SecondaryTierManager | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            with interrupts_held():
-                self._started = make_driver_for(self._assignment)
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the tier's process; what it stored stays."""
-        if self._started is not None:
-            self._started.close(timeout_s=10.0)
-
-    @property
-    def _driver(self) -> SecondaryTierManager:
-        assert self._started is not None, "entered"
-        return self._started
+        super().__init__(ConfiguredTier("bench", tier_type, settings, kind, plain), region)
 
     def seconds(self, operation: str, keys: Sequence[BlockKey]) -> float:
         """Seconds for one job, from submit until its `Done` is polled.

@@ -27,7 +27,7 @@ from kvtier.tiers.fs.catalog_findings import (
     Deleted,
     Findings,
 )
-from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS, NAMESPACE_FILE
+from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS, FAN_OUT_NAME, NAMESPACE_FILE
 from kvtier.tiers.fs.segments.store import STORES_NAME
 from kvtier.tiers.fs.temporary import is_temp
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from kvtier.tiers.fs.page_buffer import PageBuffer
 
-_FAN_OUT = re.compile(rf"[0-9a-f]{{{FAN_OUT_DIGITS}}}")
 _NAME = re.compile(rf"(?:[0-9a-f]{{2}}){{2,{MAX_KEY_BYTES}}}")
 _OURS_IN_NAMESPACE = frozenset({NAMESPACE_FILE, STORES_NAME})
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -65,7 +64,7 @@ class FileBlocks:
     def blocks(self, findings: Findings) -> Iterator[BlockEntry]:
         """Every block, one directory after the other."""
         for entry in _scan(self._path, findings):
-            if _FAN_OUT.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            if FAN_OUT_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 yield from self._blocks_in(entry, findings)
             elif is_temp(entry.name):
                 findings.temporary(entry)
@@ -119,7 +118,7 @@ class FileBlocks:
         for entry in _scan(self._path, findings):
             if is_temp(entry.name):
                 _unlink(entry.path)
-            elif _FAN_OUT.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            elif FAN_OUT_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 for inner in _scan(entry.path, findings):
                     if is_temp(inner.name):
                         _unlink(inner.path)

@@ -16,6 +16,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import stat
 import threading
 import time
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 FAN_OUT_DIGITS = 2
 """Of a key, in hex: the directory that its file lies in."""
+
+FAN_OUT_NAME = re.compile(rf"[0-9a-f]{{{FAN_OUT_DIGITS}}}")
+"""Matches the name of such a directory as a whole."""
 
 NAMESPACE_FILE = "namespace.json"
 

@@ -25,7 +25,7 @@ from kvtier.tiers.fs.inventory import NEVER, Inventory, Place, Shelf, Store
 from kvtier.tiers.fs.locks import try_lock
 from kvtier.tiers.fs.marker import MARKER_FILE
 from kvtier.tiers.fs.members import CONTROL_DIRECTORY, NAMESPACE
-from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS, NAMESPACE_FILE
+from kvtier.tiers.fs.namespace_directory import FAN_OUT_NAME, NAMESPACE_FILE
 from kvtier.tiers.fs.temporary import is_stale_temp, is_temp
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ STORE_LOCK = "lock"
 STORE_LOG = "index.log"
 SEGMENT = re.compile(r"\d+\.segment")
 
-_SHELF = re.compile(rf"[0-9a-f]{{{FAN_OUT_DIGITS}}}")
 _STORE = re.compile(r"[0-9a-f]{16}")
 _KEY = re.compile(r"(?:[0-9a-f]{2}){2,128}")
 _ROOT_NAMES = (CONTROL_DIRECTORY, MARKER_FILE, "lost+found")
@@ -165,7 +164,7 @@ class Scanner:
             if entry == NAMESPACE_FILE:
                 with contextlib.suppress(FileNotFoundError):
                     place.described = os.stat(entry, dir_fd=directory).st_mtime_ns
-            elif _SHELF.fullmatch(entry):
+            elif FAN_OUT_NAME.fullmatch(entry):
                 with opened(entry, directory, self._device) as shelf:
                     if shelf is not None:
                         shelves.add(entry)
