@@ -7,7 +7,7 @@ an operator has to mend, so each has a counter of its own.
 from __future__ import annotations
 
 import errno
-import ssl
+import sys
 from enum import StrEnum
 
 from kvtier.core.types import Fault
@@ -106,10 +106,15 @@ def worse(first: Fault | None, second: Fault | None) -> Fault | None:
 
 
 def _by_errno(error: BaseException | None) -> tuple[Cause, Fault] | None:
-    # an error of TLS has a number of its own, which is no errno
-    if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.errno:
+    if isinstance(error, OSError) and not _is_of_tls(error) and error.errno:
         return _BY_ERRNO.get(error.errno)
     return None
+
+
+def _is_of_tls(error: OSError) -> bool:
+    """Whether its number is one of TLS, which is no errno."""
+    ssl = sys.modules.get("ssl")  # where nobody has imported it, nobody can have raised one
+    return ssl is not None and isinstance(error, ssl.SSLError)
 
 
 def _by_type(error: BaseException) -> tuple[Cause, Fault] | None:
