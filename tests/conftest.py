@@ -1,13 +1,20 @@
 """How properties are searched: the same examples in every run, or, with
 `--hypothesis-profile=search`, other ones each time.
 
+Tests start hundreds of Python processes: they share compiled files even where the environment says
+that there should be none, and do without a thread per core in numpy's linear algebra.
+
 Shells have their background jobs ignore SIGINT, and so would the children that tests interrupt.
 """
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
+import sys
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -23,3 +30,13 @@ settings.load_profile("fixed")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Nothing that was imported or collected is looked at by the garbage collector again."""
+    gc.collect()
+    gc.freeze()
