@@ -21,6 +21,9 @@ from kvtier.tiers.fs.capacity import Capacity
 from kvtier.tiers.fs.files import FilesTier
 from kvtier.tiers.fs.term import SweepSettings
 
+KEYS = 1000
+"""Blocks among which `churn` chooses: many times the capacity, but few directories to list."""
+
 QUICK = SweepSettings(interval_s=0.02, scan_s=0.2, takeover_s=2.0)
 
 
@@ -48,8 +51,8 @@ def churn(tier: FilesTier, seed: int) -> int:
     written = 0
     choice = random.Random(seed)
     while not select.select([sys.stdin], [], [], 0)[0]:
-        written += write(tier, choice.randrange(10_000))
-        read(tier, choice.randrange(10_000))
+        written += write(tier, choice.randrange(KEYS))
+        read(tier, choice.randrange(KEYS))
     sys.stdin.readline()
     return written
 
