@@ -177,7 +177,9 @@ class TestDirectory:
         "name", ["s3://key:hunter2@bucket/model", "org/name/more", "../x", "", "a b", "org/absent"]
     )
     def test_what_is_not_here_is_refused(self, name, tmp_path, monkeypatch):
-        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        (tmp_path / "here").mkdir()
+        monkeypatch.chdir(tmp_path / "here")  # whatever lies beside this repository
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "here"))
         with pytest.raises(NamespaceError, match="weights_fingerprint") as error:
             weights_fingerprint(name, None)
         assert "hunter2" not in str(error.value)
