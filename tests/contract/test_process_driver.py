@@ -71,6 +71,7 @@ class TestOverMemory(OverAProcess):
             deadline = time.monotonic() + PATIENCE_S
             while faulty.calls["write"] == 0:
                 assert time.monotonic() < deadline
+                time.sleep(0.0005)
             assert shaky.close(5.0)
             assert shaky.get_finished() == [Done(1, frozenset(), Fault.UNREACHABLE)]
         finally:

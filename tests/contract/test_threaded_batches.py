@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from kvtier.core.types import BlockKey, Done, Dropped, Fault, Reason, TierId
+from kvtier.drivers import threaded
 from kvtier.drivers.base import SecondaryTierManager
 from kvtier.drivers.moving import RUN_BLOCKS_MAX, RUN_BYTES_MAX, RUN_BYTES_MIN, run_length
 from kvtier.drivers.threaded import ThreadedDriver
@@ -228,7 +229,13 @@ def finished(driver: ThreadedDriver, count: int = 1) -> list[object]:
     while len(found) < count:
         assert time.monotonic() < deadline
         found += driver.get_finished()
+        time.sleep(0.0005)
     return found
+
+
+@pytest.fixture
+def collects_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threaded, "COLLECT_S", 0.05)
 
 
 class TellingTier(MemoryTier):
@@ -244,6 +251,7 @@ class TellingTier(MemoryTier):
         return {"used_bytes": self.level}
 
 
+@pytest.mark.usefixtures("collects_often")
 def test_what_a_tier_drops_is_told_with_its_name_and_wakes_the_owner() -> None:
     woken = threading.Event()
     tier = TellingTier([])
@@ -264,6 +272,7 @@ def test_what_a_tier_drops_is_told_with_its_name_and_wakes_the_owner() -> None:
     assert driver.close()
 
 
+@pytest.mark.usefixtures("collects_often")
 def test_only_the_namespace_in_use_tells() -> None:
     first, second = "a" * 64, "b" * 64
     tiers = {first: TellingTier([], 1.0), second: TellingTier([], 2.0)}
@@ -274,12 +283,13 @@ def test_only_the_namespace_in_use_tells() -> None:
     tiers[second].told.append((key_of(2),))
     assert finished(driver) == [Dropped(TierId(0), (key_of(2),))]
     while tiers[first].told:  # taken, so that it does not grow
-        pass
+        time.sleep(0.0005)
     assert driver.get_finished() == []
     assert driver.counters().figures == {"used_bytes": 2.0}
     assert driver.close()
 
 
+@pytest.mark.usefixtures("collects_often")
 def test_a_tier_that_fails_to_tell_harms_nothing() -> None:
     class Mute(TellingTier):
         def figures(self) -> Mapping[str, float]:
@@ -290,7 +300,7 @@ def test_a_tier_that_fails_to_tell_harms_nothing() -> None:
     driver = ThreadedDriver("x", lambda _: tier, 2)
     drive.store(driver, 1, [key_of(1)])
     while tier.level < 6.5:
-        pass
+        time.sleep(0.0005)
     assert drive.load(driver, 2, [key_of(1)]) == {key_of(1)}
     assert driver.close()
 

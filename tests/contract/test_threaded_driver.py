@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -217,7 +218,7 @@ def test_a_namespace_is_not_closed_under_a_running_job() -> None:
     )
     driver.submit_lookup(drive.job(0, [key_of(1)], namespace=namespace_of(0)))
     while not first.calls["exists"]:
-        pass
+        time.sleep(0.0005)
     for i in range(1, OPEN_TIERS_MAX + 2):
         drive.lookup(driver, i, [key_of(1)], namespace_of(i))
     assert closed == [namespace_of(1), namespace_of(2)]

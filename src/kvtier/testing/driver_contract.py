@@ -350,6 +350,7 @@ class DriverContract:
             deadline = time.monotonic() + PATIENCE_S
             while faulty.calls["read"] == 0:
                 assert time.monotonic() < deadline
+                time.sleep(0.0005)
             assert self.load(shaky, 3, keys[1:]) == frozenset(keys[1:])
             assert self.store(shaky, 4, [key_of(9)]) == {key_of(9)}
             assert slots.content(0) == bytes([UNTOUCHED]) * BLOCK_BYTES
@@ -369,6 +370,7 @@ class DriverContract:
             deadline = time.monotonic() + PATIENCE_S
             while faulty.calls["write"] == 0:
                 assert time.monotonic() < deadline
+                time.sleep(0.0005)
             assert not shaky.close(0.01), "it says that nothing runs"
             assert shaky.get_finished() == [], "its slots are still in use"
         finally:
