@@ -16,14 +16,17 @@ from files_world import DURABILITIES, file_of, files_under, get, put, python, sw
 import kvtier
 from kvtier.testing.blocks import NAMESPACE, block_of, key_of
 from kvtier.tiers.fs.files import Durability, FilesTier
+from kvtier.tiers.fs.native import probe_native
 
 WRITER = """
 import sys, itertools
 from pathlib import Path
 from kvtier.testing.blocks import NAMESPACE, block_of, key_of
 from kvtier.tiers.fs.files import FilesTier
+from kvtier.tiers.fs.native import probe_native
 tier = FilesTier(
-    Path(sys.argv[1]), NAMESPACE, durability=sys.argv[4], direct=sys.argv[5] == "True"
+    Path(sys.argv[1]), NAMESPACE, durability=sys.argv[4], direct=sys.argv[5] == "True",
+    native=probe_native().files if sys.argv[6] == "True" else None,
 )
 for i in itertools.count(int(sys.argv[2]), 2):
     blocks = [memoryview(block_of(key_of(n), int(sys.argv[3]))) for n in (i, i + 1)]
@@ -33,10 +36,14 @@ for i in itertools.count(int(sys.argv[2]), 2):
 
 
 @pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("durability", DURABILITIES)
+@pytest.mark.parametrize(
+    ("durability", "native"), [*((each, False) for each in DURABILITIES), ("none", True)]
+)
 def test_a_killed_writer_leaves_whole_blocks_or_nothing(
-    tmp_path: Path, durability: Durability, direct: bool
+    tmp_path: Path, durability: Durability, native: bool, direct: bool
 ) -> None:
+    if native and probe_native().files is None:
+        pytest.skip(probe_native().reason)
     block_bytes = 4 << 20  # a write that takes a while
     chance = random.Random(1)
     numbers = {}
@@ -47,7 +54,7 @@ def test_a_killed_writer_leaves_whole_blocks_or_nothing(
             break  # one kill at least was in the middle of a write
         first = 100 * attempt
         numbers |= {key_of(i).hex(): i for i in range(first, first + 100)}
-        writer = python(WRITER, tmp_path, first, block_bytes, durability, direct)
+        writer = python(WRITER, tmp_path, first, block_bytes, durability, direct, native)
         assert writer.stdout is not None
         with writer:
             for _ in range(chance.randint(1, 6)):

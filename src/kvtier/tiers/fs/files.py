@@ -17,6 +17,8 @@ common to all who use the directory, and survive them. Rules:
    one for itself.
 4. Room is taken before a file is written, and given back by whoever removes it. Two who write one
    key at a time both take and one file stays: the inventory of the directory puts that right.
+5. Where the compiled part is at hand, it has the first go at the blocks of a call; what it leaves,
+   whatever the cause, is done here.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ from typing import TYPE_CHECKING, Literal
 from kvtier.errors import MissingBlockError
 from kvtier.tiers.fs.drafts import Draft, Drafts
 from kvtier.tiers.fs.io import aligned, open_file, read_all
-from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS, NamespaceDirectory
+from kvtier.tiers.fs.namespace_directory import (
+    FAN_OUT_DIGITS,
+    FILE_MODE,
+    WRITE_FLAGS,
+    NamespaceDirectory,
+)
 from kvtier.tiers.fs.space import Space, Unbounded
 
 if TYPE_CHECKING:
@@ -41,6 +48,7 @@ if TYPE_CHECKING:
 
     from kvtier.core.types import BlockKey
     from kvtier.tiers.base import Buffers
+    from kvtier.tiers.fs.native import NativeFiles
 
 Durability = Literal["none", "data"]
 """`none`: blocks survive the death of processes. `data`: the loss of power too."""
@@ -64,6 +72,8 @@ class FilesTier:
         lookups_at_once: threads that may look keys up at a time; None for all. Where a call takes a
             microsecond, more than two only take the interpreter from each other.
         write_batch_bytes_min: see `kvtier.tiers.base.SupportsBatchBytes`.
+        native: the compiled part, see `kvtier.tiers.fs.native`; None goes call by call. Blocks that
+            are synced do so in any case: their syncs are what takes the time.
 
     Raises:
         OSError: the namespace directory or its description cannot be written.
@@ -80,6 +90,7 @@ class FilesTier:
         touch_age_s: float = 1.0,
         lookups_at_once: int | None = None,
         write_batch_bytes_min: int = 0,
+        native: NativeFiles | None = None,
     ) -> None:
         self.write_batch_bytes_min = write_batch_bytes_min
         self._durable = durability == "data"
@@ -88,6 +99,7 @@ class FilesTier:
         self._drafts = Drafts(self._directory, self._space, self._durable, direct)
         self._direct = direct
         self._touch_age_s = touch_age_s
+        self._native = native
         self._lookups = (
             contextlib.nullcontext()
             if lookups_at_once is None
@@ -96,12 +108,12 @@ class FilesTier:
         self._removed = 0
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether there is a file, per key: one `faccessat` each, from one descriptor.
+        """Whether there is a file, per key: one `faccessat` each, below one descriptor.
 
         Raises:
             OSError: the medium failed; that is not the same as absent.
         """
-        access, names = os.access, [key.hex() for key in keys]
+        names = [f"{name[:FAN_OUT_DIGITS]}/{name}" for name in map(bytes.hex, keys)]
         try:
             descriptor = os.open(self._directory.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -110,15 +122,14 @@ class FilesTier:
         try:
             self._directory.hold_again(os.fstat(descriptor))
             with self._lookups:
-                found = [
-                    access(f"{name[:FAN_OUT_DIGITS]}/{name}", os.F_OK, dir_fd=descriptor)
-                    for name in names
-                ]
+                if self._native is not None:
+                    return self._native.find_files(descriptor, names)
+                access = os.access
+                found = [access(name, os.F_OK, dir_fd=descriptor) for name in names]
             if not all(found):
                 # `access` says no to every error: one honest question tells absent from broken
-                name = names[found.index(False)]
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    os.stat(f"{name[:FAN_OUT_DIGITS]}/{name}", dir_fd=descriptor)
+                    os.stat(names[found.index(False)], dir_fd=descriptor)
         finally:
             os.close(descriptor)
         return found
@@ -177,14 +188,12 @@ class FilesTier:
         self, keys: Sequence[BlockKey], into: Sequence[Buffers]
     ) -> list[BaseException | None]:
         """Like `read` for each; see `kvtier.tiers.base.SupportsBatch`."""
-        outcomes: list[BaseException | None] = []
-        for key, buffers in zip(keys, into, strict=True):
+        outcomes: list[BaseException | None] = [None] * len(keys)
+        for i in self._read_together(keys, into):
             try:
-                self.read(key, buffers)
+                self.read(keys[i], into[i])
             except BaseException as error:  # noqa: BLE001 - the caller's entry for this block
-                outcomes.append(error)
-            else:
-                outcomes.append(None)
+                outcomes[i] = error
         return outcomes
 
     def write_batch(
@@ -198,9 +207,10 @@ class FilesTier:
         outcomes: list[BaseException | None] = [None] * len(keys)
         together = _SYNC_TOGETHER if self._durable else 1
         directories: dict[str, list[int]] = {}
-        for start in range(0, len(keys), together):
+        left = self._write_together(keys, data)
+        for start in range(0, len(left), together):
             drafts: dict[int, Draft] = {}
-            for i in range(start, min(start + together, len(keys))):
+            for i in left[start : start + together]:
                 try:
                     draft = self._write_draft(self._path(keys[i]), data[i])
                 except BaseException as error:  # noqa: BLE001 - as in read_batch
@@ -255,6 +265,48 @@ class FilesTier:
         if abs(time.time() - found.st_mtime) > self._touch_age_s:
             with contextlib.suppress(OSError):
                 os.utime(file)
+
+    def _read_together(self, keys: Sequence[BlockKey], into: Sequence[Buffers]) -> Sequence[int]:
+        """Read blocks in one call, as far as that goes. Returns the indexes of those left."""
+        if self._native is None:
+            return range(len(keys))
+        paths = [os.fsencode(self._path(key)) for key in keys]
+        flags = self._direct_flag(into) | _READ_FLAGS
+        done = self._native.read_files(paths, into, flags, self._touch_age_s)
+        return [i for i, read in enumerate(done) if not read]
+
+    def _write_together(self, keys: Sequence[BlockKey], data: Sequence[Buffers]) -> Sequence[int]:
+        """Write blocks in one call, as far as that goes. Returns the indexes of those left."""
+        if self._native is None or self._durable:
+            return range(len(keys))
+        sizes = [sum(view.nbytes for view in block) for block in data]
+        room = 0  # for so many of them
+        # why there is none for the next one is told when that is written by itself
+        with contextlib.suppress(OSError):
+            while room < len(keys) and self._space.take(sizes[room]):
+                room += 1
+        done: Sequence[bool] = [False] * room
+        try:
+            paths = [self._path(key) for key in keys[:room]]
+            new_name = self._directory.temp_names.new
+            done = self._native.write_files(
+                [os.fsencode(f"{os.path.dirname(path)}/{new_name()}") for path in paths],
+                [os.fsencode(path) for path in paths],
+                data[:room],
+                self._direct_flag(data) | WRITE_FLAGS,
+                FILE_MODE,
+            )
+        finally:
+            for size, written in zip(sizes, done, strict=False):
+                if not written:
+                    self._space.give_back(size)
+        return [i for i in range(len(keys)) if i >= room or not done[i]]
+
+    def _direct_flag(self, blocks: Sequence[Buffers]) -> int:
+        """`O_DIRECT` if it is used and the first block suits it: the others are made alike, and one
+        that is not will be refused, and left.
+        """
+        return os.O_DIRECT if self._direct and blocks and aligned(blocks[0]) else 0
 
     def _write_draft(self, path: str, data: Buffers) -> Draft | None:
         """Write a block to a temporary file that is still open; None if it is there already."""

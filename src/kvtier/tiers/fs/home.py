@@ -19,6 +19,7 @@ from kvtier.tiers.fs.checks import remarks
 from kvtier.tiers.fs.files import FilesTier
 from kvtier.tiers.fs.marker import MARKER_FILE, mark, read_marker
 from kvtier.tiers.fs.medium import DirectProbe, Medium, probe_direct
+from kvtier.tiers.fs.native import NativeProbe, probe_native
 from kvtier.tiers.fs.segments.tier import DEFAULT_SEGMENT_BYTES, SegmentsTier
 
 if TYPE_CHECKING:
@@ -83,6 +84,13 @@ def direct_of(root: Path, settings: FsSettings) -> DirectProbe:
     return probe_direct(root)
 
 
+def native_of(settings: FsSettings) -> NativeProbe:
+    """The compiled part of the `files` layout, unless the settings say no. Raises nothing."""
+    if settings.native == "off":
+        return NativeProbe(None, "native is off")
+    return probe_native()
+
+
 class Home:
     """See the module. Thread safe.
 
@@ -142,6 +150,8 @@ class _Opened:
         self.layout = layout_of(root, settings, medium)
         direct = direct_of(root, settings)
         self._direct = direct.works
+        native = native_of(settings)
+        self._native = native.files
         self._touch_age_s = _TOUCH_AGE_SHARED_S if medium.shared else _TOUCH_AGE_LOCAL_S
         self._lookups_at_once = None if medium.shared else _LOOKUPS_LOCAL
         self._write_batch_bytes_min = 0 if medium.shared else _WRITE_BATCH_BYTES_LOCAL
@@ -165,17 +175,24 @@ class _Opened:
         for remark in said:
             logger.warning("%s", remark)
         logger.info(
-            "%s is on %s (%s), layout %s%s, %s, durability %s, capacity %s, min_free %d bytes",
+            "%s is on %s (%s), layout %s%s%s, %s, durability %s, capacity %s, min_free %d bytes",
             root,
             medium.mount_point,
             medium.file_system,
             self.layout,
             "" if marked == self.layout else f" (others use {marked} there)",
+            self._calls(native),
             "direct I/O" if direct.works else f"buffered I/O ({direct.reason})",
             settings.durability,
             "not set" if bounds.capacity is None else f"{bounds.capacity} bytes",
             bounds.min_free,
         )
+
+    def _calls(self, native: NativeProbe) -> str:
+        """How the layout calls the system, for the log."""
+        if self.layout != "files":
+            return ""
+        return " in native calls" if native.files else f" call by call ({native.reason})"
 
     def tier(self, namespace: str, facts: Mapping[str, object]) -> FilesTier | SegmentsTier:
         """The layout's tier over a namespace."""
@@ -190,6 +207,7 @@ class _Opened:
                 self._touch_age_s,
                 self._lookups_at_once,
                 self._write_batch_bytes_min,
+                self._native,
             )
         tier = SegmentsTier(
             self._root,

@@ -43,6 +43,7 @@ class FsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         min_free: what stays free of each mount, likewise.
         durability: `none`: blocks survive the death of processes; `data`: the loss of power too.
         direct: whether the page cache is passed by; `auto`: where that works.
+        native: whether the compiled part of the `files` layout is used; `auto`: where it was built.
         segment_bytes: size of a file of the `segments` layout.
         threads: blocks, or runs of blocks, moved at once; None: measured. Instead of it, the two
             names below are taken as vLLM's own fs tier has them; every thread here serves both
@@ -58,6 +59,7 @@ class FsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     min_free: int | str = DEFAULT_MIN_FREE
     durability: Literal["none", "data"] = "none"
     direct: Literal["auto", "on", "off"] = "auto"
+    native: Literal["auto", "on", "off"] = "auto"
     segment_bytes: int | str | None = None
     threads: Annotated[int, msgspec.Meta(ge=2, le=1024)] | None = None
     n_read_threads: _Threads | None = None

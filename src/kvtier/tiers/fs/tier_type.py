@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.fs.checks import check_bounds, check_capacity, check_roots
-from kvtier.tiers.fs.home import Home, direct_of, prepare
+from kvtier.tiers.fs.home import Home, direct_of, native_of, prepare
 from kvtier.tiers.fs.probe import threads_of
 from kvtier.tiers.fs.roots import Root
 from kvtier.tiers.fs.settings import FsSettings
@@ -52,6 +52,11 @@ class FsTierType:
         roots = settings.roots
         check_roots(roots, lambda index: settings.setting_of(index, setting))
         settings.segment_size(setting)
+        if settings.native == "on" and not (native := native_of(settings)).files:
+            raise ConfigError(
+                f"{setting}.native is 'on', but the compiled part is missing ({native.reason}): "
+                "install kvtier again where there is a C compiler, or set it to 'auto' or 'off'"
+            )
         for index, root in enumerate(roots):
             name = settings.setting_of(index, setting)
             try:
