@@ -1,4 +1,4 @@
-# Everything runs in .venv, which is made on demand and again whenever pyproject.toml changes.
+# Everything runs in .venv, which is made on demand and again whenever what it is made from changes.
 
 # The first interpreter that is new enough; `make PYTHON=...` takes another.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
@@ -62,12 +62,12 @@ mutants: $(STAMP) ## Plant faults in the core one by one, and see that the tests
 	$(BIN)/python tests/machine/mutants.py
 
 clean: ## Remove .venv, caches and build output
-	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv build dist src/*.egg-info src/kvtier/tiers/fs/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Transformers imports torchvision where it is installed; one built for another torch breaks the
 # engine, and vLLM needs none of the three for text.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml setup.py src/kvtier/tiers/fs/native_files.c
 	@test -n '$(PYTHON)' || { echo 'No Python 3.11 to 3.14 with venv found: install one, or name it: make PYTHON=/path/to/python' >&2; exit 1; }
 	@echo 'Making .venv with $(PYTHON): kvtier with $(ENGINE) and the development tools (minutes the first time)'
 	@$(PYTHON) -m venv --clear .venv
