@@ -40,7 +40,7 @@ _TOTALS_OF_BOTH = ("evicted_blocks",)  # an owner of segments evicts, and so doe
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 _LOOKUPS_LOCAL = 2
-# of files: their calls are short, and threads get in each other's way between them
+# of files, call by call: the calls are short, and threads get in each other's way between them
 _WRITE_BATCH_BYTES_LOCAL = 2 << 20
 
 _TOUCH_AGE_LOCAL_S = 1.0
@@ -153,7 +153,7 @@ class _Opened:
         native = native_of(settings)
         self._native = native.files
         self._touch_age_s = _TOUCH_AGE_SHARED_S if medium.shared else _TOUCH_AGE_LOCAL_S
-        self._lookups_at_once = None if medium.shared else _LOOKUPS_LOCAL
+        self._lookups_at_once = None if medium.shared or native.files else _LOOKUPS_LOCAL
         self._write_batch_bytes_min = 0 if medium.shared else _WRITE_BATCH_BYTES_LOCAL
         bounds = settings.bounds_of(root)
         if settings.direct == "on" and not direct.works:
