@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 
+from rich.console import Console
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One figure beside its baseline; `ratio` = value / baseline."""
+from kvtier.cli.bench_report import Row, rows_json, rows_table
 
-    name: str
-    value: float
-    unit: str
-    baseline: float
-    baseline_name: str
-    better: str  # "higher" or "lower"
-
-    @property
-    def ratio(self) -> float:
-        """Value over baseline."""
-        return self.value / self.baseline if self.baseline else float("nan")
+__all__ = ["Row", "main"]
 
 
 def main(doc: str, measure: Callable[[], list[Row]], *parents: argparse.ArgumentParser) -> None:
@@ -32,12 +21,7 @@ def main(doc: str, measure: Callable[[], list[Row]], *parents: argparse.Argument
     options = parser.parse_args()
     rows = measure()
     if options.json:
-        ratios = [row.ratio if row.baseline else None for row in rows]
-        report = [{**asdict(row), "ratio": ratio} for row, ratio in zip(rows, ratios, strict=True)]
-        print(json.dumps({"rows": report}))
+        print(json.dumps(rows_json(rows)))
         return
-    print(doc.strip().splitlines()[0])
-    print(f"{'':44}{'kvtier':>12}{'baseline':>12}{'ratio':>9}")
-    for row in rows:
-        label = f"{row.name} ({row.unit}, {row.better} is better)"
-        print(f"{label:44.60}{row.value:12.3f}{row.baseline:12.3f}{row.ratio:9.3f}")
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    out.print(rows_table(rows, doc.strip().splitlines()[0]))

@@ -59,11 +59,7 @@ def measure() -> list[Row]:
                 *("valkey", {"url": server.url}),
                 *((64 << 10, 512 << 10, 2 * MIB, 8 * MIB), (1, 8, 64), chosen.seconds),
             )
-            report = measure_valkey(plan, lambda text: print(text, file=sys.stderr))
-            rows += [
-                Row(row.name, row.value, row.unit, row.baseline, row.baseline_name, row.better)
-                for row in report
-            ]
+            rows += measure_valkey(plan, lambda text: print(text, file=sys.stderr))
     return rows
 
 

@@ -22,8 +22,8 @@ TINY = ("--sizes", "8KiB", "--in-flight", "1,3", "--seconds", "1", "--json")
 
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.cli.bench_valkey._TICKS", 20)
-    monkeypatch.setattr("kvtier.cli.bench_valkey._ROUND_BYTES", 1)
+    monkeypatch.setattr("kvtier.cli.bench_remote._TICKS", 20)
+    monkeypatch.setattr("kvtier.cli.bench_remote._ROUND_BYTES", 1)
 
 
 def bench(url: str, *options: str) -> tuple[int, str]:

@@ -106,6 +106,8 @@ def delete_all(store: ObjectStore) -> None:
 class _BareObjects:
     """obstore by itself; what it fetches stays in its own memory."""
 
+    overwrites = False
+
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 

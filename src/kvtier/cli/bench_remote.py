@@ -2,7 +2,8 @@
 
 The tier runs as it does below an engine: in a process of its own, over a region, sealed and
 verified. Rounds of both alternate, since the speed of a network and its server changes; each figure
-is a median.
+is a median. Every round has keys of its own, or, where a server keeps blocks in memory, those of
+the round before.
 """
 
 from __future__ import annotations
@@ -34,14 +35,24 @@ _JOB_S = 300.0
 _POLL_S = 0.0001
 _TICK_S = 0.001
 _TICKS = 1000
-_ROUNDS_MAX = 20
-_SHAPE_BYTES_MAX = 1 << 30
+_ROUNDS_MIN, _ROUNDS_MAX = 3, 50
+_SHAPE_BYTES_MAX = 1 << 30  # of all rounds, where each has its own keys
+_ROUND_BYTES = (
+    16 << 20
+)  # elsewhere small blocks go around several times, so that a round can be timed
+_REPEATS_MAX = 64
 
 KIB, MIB = 1 << 10, 1 << 20
 
 
 class BareClient(Protocol):
-    """The client library by itself. Called from several threads at once."""
+    """The client library by itself. Called from several threads at once.
+
+    Attributes:
+        overwrites: whether rounds write the keys of the one before.
+    """
+
+    overwrites: bool
 
     def put(self, name: str, data: memoryview) -> None:
         """Store bytes."""
@@ -77,8 +88,9 @@ class Plan:
 
 @dataclass(slots=True)
 class _Times:
-    """Seconds of each round, by `store` and `load`."""
+    """Seconds of each round, by `store` and `load`, and how often the blocks went in one."""
 
+    repeats: int = 1
     tier: dict[str, list[float]] = field(default_factory=lambda: {"store": [], "load": []})
     bare: dict[str, list[float]] = field(default_factory=lambda: {"store": [], "load": []})
 
@@ -205,28 +217,37 @@ def _alternate(
 ) -> _Times:
     times = _Times()
     until = time.perf_counter() + share_s
-    # the first calls open connections, and start threads
-    warm = [key.hex() for key in fresh_keys(count)]
+    slots = [region.slot(Slot(i)) for i in range(count)]
+    nbytes = count * region.slot_bytes
+    keys, bare_keys = fresh_keys(count), fresh_keys(count)
+    if bare.overwrites:
+        rounds = _ROUNDS_MAX
+        times.repeats = max(1, min(_REPEATS_MAX, _ROUND_BYTES // nbytes))
+    else:
+        rounds = min(_ROUNDS_MAX, max(_ROUNDS_MIN, _SHAPE_BYTES_MAX // nbytes))
     with ThreadPoolExecutor(count) as threads:
-        list(threads.map(bare.put, warm, [region.slot(Slot(i)) for i in range(count)]))
-        jobs.seconds("store", fresh_keys(count))
-        for _ in range(min(_ROUNDS_MAX, max(3, _SHAPE_BYTES_MAX // (count * region.slot_bytes)))):
-            names = [key.hex() for key in fresh_keys(count)]
-            slots = [region.slot(Slot(i)) for i in range(count)]
+        # the first calls open connections, and start threads
+        list(threads.map(bare.put, [key.hex() for key in bare_keys], slots))
+        jobs.seconds("store", keys)
+        for done in range(1, rounds + 1):
+            if not bare.overwrites:
+                keys, bare_keys = fresh_keys(count), fresh_keys(count)
+            names = [key.hex() for key in bare_keys]
             for operation, call in (("store", bare.put), ("load", bare.get)):
                 started = time.perf_counter()
-                list(threads.map(call, names, slots))
+                for _ in range(times.repeats):
+                    list(threads.map(call, names, slots))
                 times.bare[operation].append(time.perf_counter() - started)
-            keys = fresh_keys(count)
             for operation in ("store", "load"):
-                times.tier[operation].append(jobs.seconds(operation, keys))
-            if time.perf_counter() > until:
+                spent = sum(jobs.seconds(operation, keys) for _ in range(times.repeats))
+                times.tier[operation].append(spent)
+            if done >= _ROUNDS_MIN and time.perf_counter() > until:
                 break
     return times
 
 
 def _rows(kind: str, size: int, count: int, times: _Times) -> list[Row]:
-    moved = size * count / 1e9
+    moved = size * count * times.repeats / 1e9
     return [
         Row(
             f"{kind} {operation} {shape_text(size)} x {count}",

@@ -7,10 +7,7 @@ memory holds one round, and not all of them.
 from __future__ import annotations
 
 import secrets
-import statistics
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +15,6 @@ import typer
 from rich.console import Console
 
 from kvtier.cli.admin_output import Json, exit_codes, messages_console, print_json
-from kvtier.cli.bench_fs_jobs import filled_region
 from kvtier.cli.bench_plan import (
     IN_FLIGHT,
     QUICK_IN_FLIGHT,
@@ -26,25 +22,20 @@ from kvtier.cli.bench_plan import (
     SIZES,
     plan_of,
 )
-from kvtier.cli.bench_remote import Plan, RemoteJobs, fresh_keys, shape_text
+from kvtier.cli.bench_remote import Plan, measure
 from kvtier.cli.bench_report import Row, rows_json, rows_table
 from kvtier.cli.tier_options import TierOptions, tier_options
-from kvtier.core.types import Slot
 from kvtier.interrupts import termination_as_interrupt
 from kvtier.tiers.registry import decode_settings, load_tier_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtier.region import Region
     from kvtier.tiers.valkey.connections import Connections
     from kvtier.tiers.valkey.settings import Endpoint, ValkeySettings
 
 
-_ROUNDS = range(3, 50)
-_TICKS = 1000
 _SCAN = "1000"
-_ROUND_BYTES = 16 << 20  # small blocks go around several times, so that a round can be timed
 
 
 def bench_valkey(
@@ -104,11 +95,11 @@ def measure_valkey(plan: Plan, doing: Callable[[str], None]) -> list[Row]:
     cluster = examine(endpoint, "bench").cluster
     connections = Connections(endpoint, lambda: None, cluster=cluster)
     try:
-        return _measure(plan, _BareValues(connections, settings.key_prefix), doing)
+        return measure(plan, _BareValues(connections, endpoint, cluster=cluster), doing)
     finally:
         connections.close()
         doing("removing the keys")
-        remove_all(endpoint, cluster=cluster)
+        remove_all(endpoint, cluster=cluster)  # once more: the measurement may have ended anywhere
 
 
 def remove_all(endpoint: Endpoint, *, cluster: bool) -> None:
@@ -143,80 +134,23 @@ def remove_all(endpoint: Endpoint, *, cluster: bool) -> None:
 class _BareValues:
     """The client library by itself, one connection per call that runs."""
 
-    def __init__(self, connections: Connections, prefix: str) -> None:
+    overwrites = True
+
+    def __init__(self, connections: Connections, endpoint: Endpoint, *, cluster: bool) -> None:
         self._connections = connections
-        self._prefix = prefix
+        self._endpoint = endpoint
+        self._cluster = cluster
 
     def put(self, name: str, data: memoryview) -> None:
         """One value."""
-        self._connections.run(lambda client: client.set(f"{self._prefix}{name}", data))
+        self._connections.run(lambda client: client.set(f"{self._endpoint.prefix}{name}", data))
 
     def get(self, name: str, into: memoryview) -> None:
         """The value, into its buffer."""
-        self._connections.run(lambda client: client.get(f"{self._prefix}{name}", buffer=into))
-
-
-def _measure(plan: Plan, bare: _BareValues, doing: Callable[[str], None]) -> list[Row]:
-    rows: list[Row] = []
-    share_s = plan.seconds / (len(plan.sizes) * len(plan.in_flight) + 1)
-    for size in plan.sizes:
-        with (
-            closing(filled_region(size, max(plan.in_flight))) as region,
-            RemoteJobs(plan.kind, plan.options, region) as jobs,
-        ):
-            jobs.seconds("store", fresh_keys(1))  # the process starts, the namespace is opened
-            for count in plan.in_flight:
-                doing(f"{shape_text(size)}, {count} in flight")
-                rows += _alternate(plan.kind, jobs, bare, region, count, share_s)
-            if size == max(plan.sizes):
-                doing("ticks of the main thread")
-                rows.append(_tick_row(plan.kind, jobs, min(16, max(plan.in_flight))))
-    return rows
-
-
-def _alternate(
-    kind: str, jobs: RemoteJobs, bare: _BareValues, region: Region, count: int, share_s: float
-) -> list[Row]:
-    keys = fresh_keys(count)
-    names = [key.hex() for key in keys]
-    slots = [region.slot(Slot(i)) for i in range(count)]
-    size = slots[0].nbytes
-    repeats = max(1, min(64, _ROUND_BYTES // (size * count)))
-    times: dict[str, tuple[list[float], list[float]]] = {"store": ([], []), "load": ([], [])}
-    until = time.perf_counter() + share_s
-    with ThreadPoolExecutor(count) as threads:
-        for done in _ROUNDS:
-            for operation, call in (("store", bare.put), ("load", bare.get)):
-                started = time.perf_counter()
-                for _ in range(repeats):
-                    list(threads.map(call, names, slots))
-                times[operation][1].append(time.perf_counter() - started)
-            for operation in ("store", "load"):
-                spent = sum(jobs.seconds(operation, keys) for _ in range(repeats))
-                times[operation][0].append(spent)
-            if done > _ROUNDS[0] and time.perf_counter() > until:
-                break
-    moved = size * count * repeats / 1e9
-    return [
-        Row(
-            f"{kind} {operation} {shape_text(size)} x {count}",
-            moved / statistics.median(tier),
-            "GB/s",
-            moved / statistics.median(alone),
-            "bare client",
-            "higher",
+        self._connections.run(
+            lambda client: client.get(f"{self._endpoint.prefix}{name}", buffer=into)
         )
-        for operation, (tier, alone) in times.items()
-    ]
 
-
-def _tick_row(kind: str, jobs: RemoteJobs, count: int) -> Row:
-    keys = fresh_keys(count)
-    late: dict[bool, list[float]] = {False: [], True: []}
-    for busy in (False, True, False, True):
-        late[busy] += jobs.ticks(_TICKS, keys if busy else ())
-    worst = {busy: statistics.quantiles(some, n=100)[98] * 1e6 for busy, some in late.items()}
-    return Row(
-        *(f"{kind} main thread tick p99", worst[True], "us late", worst[False]),
-        *("idle run", "lower"),
-    )
+    def clean(self) -> None:
+        """Every key of the prefix."""
+        remove_all(self._endpoint, cluster=self._cluster)
