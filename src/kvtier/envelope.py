@@ -31,6 +31,9 @@ from kvtier.errors import EnvelopeError
 HEADER_BYTES = 4096
 """Length of every header."""
 
+BLOCK_BYTES_MAX = 1 << 30
+"""Header and payload; no block of any model comes near, so what is longer is none."""
+
 FORMAT_VERSION = 1
 
 MAX_KEY_BYTES = 128

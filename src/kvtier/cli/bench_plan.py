@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from kvtier.cli.bench_remote import Plan
 from kvtier.config import parse_size
 from kvtier.errors import ConfigError
@@ -10,6 +14,17 @@ SIZES = "64KiB,512KiB,2MiB,8MiB"
 IN_FLIGHT = "1,8,64"
 QUICK_SIZES = "64KiB,2MiB"
 QUICK_IN_FLIGHT = "1,16"
+
+Sizes = Annotated[
+    str | None, typer.Option(metavar="LIST", help=f"Block sizes.  [default: {SIZES}]")
+]
+InFlight = Annotated[
+    str | None, typer.Option(metavar="LIST", help=f"Blocks at once.  [default: {IN_FLIGHT}]")
+]
+Seconds = Annotated[float, typer.Option(metavar="S", min=1, help="For all of it, roughly.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help=f"Only {QUICK_SIZES}, {QUICK_IN_FLIGHT} at once.")
+]
 
 _SIZE_MAX = 256 << 20
 _IN_FLIGHT_MAX = 1024

@@ -15,13 +15,7 @@ import typer
 from rich.console import Console
 
 from kvtier.cli.admin_output import Json, exit_codes, messages_console, print_json
-from kvtier.cli.bench_plan import (
-    IN_FLIGHT,
-    QUICK_IN_FLIGHT,
-    QUICK_SIZES,
-    SIZES,
-    plan_of,
-)
+from kvtier.cli.bench_plan import InFlight, Quick, Seconds, Sizes, plan_of
 from kvtier.cli.bench_remote import Plan, measure
 from kvtier.cli.bench_report import Row, rows_json, rows_table
 from kvtier.cli.tier_options import TierOptions, tier_options
@@ -41,18 +35,10 @@ _SCAN = "1000"
 def bench_valkey(
     url: Annotated[str, typer.Argument(metavar="URL", help="valkey://[user@]host:port[/database]")],
     option: TierOptions = None,
-    sizes: Annotated[
-        str | None, typer.Option(metavar="LIST", help=f"Block sizes.  [default: {SIZES}]")
-    ] = None,
-    in_flight: Annotated[
-        str | None, typer.Option(metavar="LIST", help=f"Blocks at once.  [default: {IN_FLIGHT}]")
-    ] = None,
-    seconds: Annotated[
-        float, typer.Option(metavar="S", min=1, help="For all of it, roughly.")
-    ] = 60.0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help=f"Only {QUICK_SIZES}, {QUICK_IN_FLIGHT} at once.")
-    ] = False,
+    sizes: Sizes = None,
+    in_flight: InFlight = None,
+    seconds: Seconds = 60.0,
+    quick: Quick = False,
     json: Json = False,
 ) -> None:
     """Store and load blocks at a server, beside the bare client with the same shapes.

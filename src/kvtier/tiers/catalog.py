@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
     from kvtier.core.types import BlockKey
 
-BLOCK_BYTES_MAX = 1 << 30
-"""Header and row; no block of any model comes near."""
-
 
 @dataclass(frozen=True, slots=True)
 class RemoteBlock:

@@ -11,9 +11,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvtier.envelope import open_envelope, verify
+from kvtier.envelope import BLOCK_BYTES_MAX, open_envelope, verify
 from kvtier.errors import EnvelopeError, MissingBlockError, TierError
-from kvtier.tiers.catalog import BLOCK_BYTES_MAX
 from kvtier.tiers.catalog_threads import look_at_all
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from kvtier.envelope import BLOCK_BYTES_MAX
 from kvtier.errors import ConfigError
 from kvtier.tiers.descriptions import (
     DESCRIPTION_BYTES_MAX,
@@ -26,7 +27,7 @@ from kvtier.tiers.descriptions import (
     parse_description,
 )
 from kvtier.tiers.fs.catalog_files import FileBlocks
-from kvtier.tiers.fs.catalog_findings import BLOCK_BYTES_MAX, Deleted, Findings
+from kvtier.tiers.fs.catalog_findings import Deleted, Findings
 from kvtier.tiers.fs.catalog_segments import SegmentBlocks
 from kvtier.tiers.fs.locks import try_lock, unlock
 from kvtier.tiers.fs.marker import MARKER_FILE

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO
 
 from kvtier.core.types import BlockKey
-from kvtier.envelope import HEADER_BYTES, MAX_KEY_BYTES, verify
+from kvtier.envelope import BLOCK_BYTES_MAX, HEADER_BYTES, MAX_KEY_BYTES, verify
 from kvtier.errors import ArchiveError, EnvelopeError, MissingBlockError, TierFullError
 from kvtier.tiers.descriptions import DESCRIPTION_BYTES_MAX
-from kvtier.tiers.fs.catalog_findings import BLOCK_BYTES_MAX
 from kvtier.tiers.fs.catalog_verify import read_verified
 from kvtier.tiers.fs.namespace_directory import NAMESPACE_FILE
 from kvtier.tiers.fs.page_buffer import PageBuffer

@@ -17,12 +17,11 @@ import stat
 from typing import TYPE_CHECKING
 
 from kvtier.core.types import BlockKey
-from kvtier.envelope import MAX_KEY_BYTES
+from kvtier.envelope import BLOCK_BYTES_MAX, MAX_KEY_BYTES
 from kvtier.errors import EnvelopeError, MissingBlockError
 from kvtier.tiers.fs.accounts import rounded
 from kvtier.tiers.fs.catalog_capacity import give_back
 from kvtier.tiers.fs.catalog_findings import (
-    BLOCK_BYTES_MAX,
     BlockEntry,
     Deleted,
     Findings,

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
     from kvtier.core.types import BlockKey
 
-BLOCK_BYTES_MAX = 1 << 30
-"""Header and row; no block of any model comes near."""
-
 SHOWN_MAX = 1000
 """Paths of each kind that are kept; the rest is only counted."""
 

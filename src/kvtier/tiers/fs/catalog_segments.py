@@ -15,9 +15,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvtier.envelope import BLOCK_BYTES_MAX
 from kvtier.errors import MissingBlockError, TierError
 from kvtier.tiers.fs.catalog_capacity import give_back
-from kvtier.tiers.fs.catalog_findings import BLOCK_BYTES_MAX, BlockEntry, Deleted, Findings
+from kvtier.tiers.fs.catalog_findings import BlockEntry, Deleted, Findings
 from kvtier.tiers.fs.segments.inspection import (
     StoredBlock,
     StoreReader,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import obstore
 
-from kvtier.envelope import HEADER_BYTES, MAX_KEY_BYTES
+from kvtier.envelope import BLOCK_BYTES_MAX, HEADER_BYTES, MAX_KEY_BYTES
 from kvtier.errors import (
     KVTierError,
     MissingBlockError,
@@ -21,7 +21,7 @@ from kvtier.errors import (
     TierThrottledError,
     TierUnreachableError,
 )
-from kvtier.tiers.catalog import BLOCK_BYTES_MAX, Description, Found, Page, RemoteBlock, Removed
+from kvtier.tiers.catalog import Description, Found, Page, RemoteBlock, Removed
 from kvtier.tiers.descriptions import DESCRIPTION_BYTES_MAX, parse_description
 from kvtier.tiers.object.existence import PAGE_KEYS, key_of, path_of
 from kvtier.tiers.object.faults import CLIENT_ERRORS, fault_of_client
