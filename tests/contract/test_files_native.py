@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,9 @@ FIRST_KEYS = (1, 2, 3)
 
 def test_it_was_built_where_there_is_a_compiler() -> None:
     """Else the tests below would be skipped for want of what they test."""
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler: installed without the compiled part")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if shutil.which("cc") is None or not header.exists():
+        pytest.skip("no C compiler or no headers of Python: installed without the compiled part")
     assert probe_native().files is not None, probe_native().reason
 
 

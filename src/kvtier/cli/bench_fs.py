@@ -110,10 +110,10 @@ def bench_fs(
         Path, typer.Argument(metavar="DIR", help="Where to measure; engines may use it.")
     ],
     sizes: Annotated[
-        str | None, typer.Option(metavar="LIST", help=f"Block sizes.  [default: {SIZES}]")
+        str | None, typer.Option(metavar="LIST", show_default=SIZES, help="Block sizes.")
     ] = None,
     jobs: Annotated[
-        str | None, typer.Option(metavar="LIST", help=f"Blocks per job.  [default: {JOBS}]")
+        str | None, typer.Option(metavar="LIST", show_default=JOBS, help="Blocks per job.")
     ] = None,
     layout: Annotated[
         Literal["auto", "files", "segments"], typer.Option(help="Of the tier.")

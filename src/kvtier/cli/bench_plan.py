@@ -15,11 +15,9 @@ IN_FLIGHT = "1,8,64"
 QUICK_SIZES = "64KiB,2MiB"
 QUICK_IN_FLIGHT = "1,16"
 
-Sizes = Annotated[
-    str | None, typer.Option(metavar="LIST", help=f"Block sizes.  [default: {SIZES}]")
-]
+Sizes = Annotated[str | None, typer.Option(metavar="LIST", show_default=SIZES, help="Block sizes.")]
 InFlight = Annotated[
-    str | None, typer.Option(metavar="LIST", help=f"Blocks at once.  [default: {IN_FLIGHT}]")
+    str | None, typer.Option(metavar="LIST", show_default=IN_FLIGHT, help="Blocks at once.")
 ]
 Seconds = Annotated[float, typer.Option(metavar="S", min=1, help="For all of it, roughly.")]
 Quick = Annotated[

@@ -33,7 +33,7 @@ _SCAN = "1000"
 
 
 def bench_valkey(
-    url: Annotated[str, typer.Argument(metavar="URL", help="valkey://[user@]host:port[/database]")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="valkey://user@host:port/database")],
     option: TierOptions = None,
     sizes: Sizes = None,
     in_flight: InFlight = None,
