@@ -18,8 +18,10 @@ import time
 from pathlib import Path
 
 from mutant import Mutant
-from planted import MUTANTS
+from planted_blocks import BLOCK_MUTANTS
+from planted_jobs import JOB_MUTANTS
 from planted_policies import POLICY_MUTANTS
+from planted_requests import REQUEST_MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = (
@@ -71,7 +73,7 @@ def main() -> int:
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     mutants = [
         m
-        for m in [*MUTANTS, *POLICY_MUTANTS]
+        for m in [*POLICY_MUTANTS, *BLOCK_MUTANTS, *JOB_MUTANTS, *REQUEST_MUTANTS]
         if not words or any(w in f"{m.file} {m.what}" for w in words)
     ]
     for mutant in mutants:

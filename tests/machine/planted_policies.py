@@ -5,6 +5,18 @@ from __future__ import annotations
 from mutant import Mutant
 
 POLICY_MUTANTS = [
+    Mutant(
+        "the most recently used is evicted",
+        "policies/lru.py",
+        "popitem(last=False)",
+        "popitem()",
+    ),
+    Mutant(
+        "a touch does not count",
+        "policies/lru.py",
+        "            self._order.move_to_end(key)",
+        "            pass",
+    ),
     Mutant("what is pinned is not forgotten", "pool.py", "self._policy.forget(block.key)", "pass"),
     Mutant(
         "a scan passes through the main queue",

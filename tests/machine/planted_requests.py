@@ -1,0 +1,330 @@
+"""The faults that are planted in how requests are answered, one at a time."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+REQUEST_MUTANTS = [
+    # lending.py
+    Mutant(
+        "lending does not pin",
+        "lending.py",
+        "                self.pool.pin(block)\n",
+        "                self.pool.evictable(block)\n",
+    ),
+    Mutant(
+        "more is lent than may be",
+        "lending.py",
+        "            elif len(blocks) == room:",
+        "            elif len(blocks) == room + 1:",
+    ),
+    Mutant(
+        "what is lent is not given back",
+        "lending.py",
+        "        self.lent -= len(lease.blocks)\n",
+        "",
+    ),
+    Mutant(
+        "what fills is lent",
+        "lending.py",
+        "            if block is None or not block.ready:",
+        "            if block is None:",
+    ),
+    Mutant(
+        "the end of a lease frees its slots",
+        "lending.py",
+        "            if now >= lease.until:\n",
+        "            if now >= lease.until:\n                self._give_back(lease)\n",
+    ),
+    Mutant(
+        "leases do not end",
+        "lending.py",
+        "            if now >= lease.until:",
+        "            if now < 0:",
+    ),
+    Mutant(
+        "a lease is renewed for ever",
+        "lending.py",
+        "min(now + self.lease_s, lease.at_most_until)",
+        "now + self.lease_s",
+    ),
+    Mutant(
+        "a renewal that is late counts",
+        "lending.py",
+        " and now < lease.until:",
+        ":",
+    ),
+    Mutant(
+        "what is not lent is not told",
+        "lending.py",
+        "                missing.append(key)\n            elif",
+        "                pass\n            elif",
+    ),
+    # borrowers.py
+    Mutant(
+        "a tier is asked for what it wants itself",
+        "borrowers.py",
+        "if tier != wanted.tier",
+        "if True",
+    ),
+    Mutant(
+        "a borrower is answered too early",
+        "borrowers.py",
+        "            if not self._waits(borrower, wanted):",
+        "            if self._waits(borrower, wanted) or True:",
+    ),
+    Mutant(
+        "a borrower keeps what it held",
+        "borrowers.py",
+        "        self._settle(borrower)\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "a gap ends a borrower's window",
+        "borrowers.py",
+        "by_block=True",
+        "by_block=False",
+    ),
+    Mutant(
+        "more is read than may be lent",
+        "borrowers.py",
+        "islice(dict.fromkeys(wanted.keys), self._lending_max)",
+        "islice(dict.fromkeys(wanted.keys), None)",
+    ),
+    Mutant(
+        "borrowers queue without bound",
+        "borrowers.py",
+        " or len(self._waiting) >= self._lending_max",
+        "",
+    ),
+    # admission.py
+    Mutant(
+        "who waits for its turn waits for an open tier",
+        "admission.py",
+        "            self._dismiss()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "waiting requests overtake each other",
+        "admission.py",
+        "            elif blocked and not request.held:",
+        "            elif False:",
+    ),
+    Mutant(
+        "who comes later does not hold what it shares",
+        "admission.py",
+        "            if key in request.wishes:  # since",
+        "            if False:  # since",
+    ),
+    Mutant(
+        "who holds is made to wait",
+        "admission.py",
+        "            if granted.missing and not request.held:\n",
+        "            if granted.missing:\n",
+    ),
+    Mutant(
+        "who was told to wait waits for ever",
+        "admission.py",
+        "free[0] == last[0] and free[1] <= last[1]:",
+        "True:",
+    ),
+    Mutant(
+        "who waits for its turn plans in each step",
+        "admission.py",
+        "free[0] == last[0] and free[1] <= last[1]:",
+        "free[0] < last[0]:",
+    ),
+    Mutant(
+        "reads take more than their share",
+        "admission.py",
+        "reading[t] + len(keys) <= self._reading_max for",
+        "reading[t] <= self._reading_max for",
+    ),
+    Mutant(
+        "hung reads do not count",
+        "admission.py",
+        "self._reading_max - ledger.stuck[tier]",
+        "self._reading_max",
+    ),
+    Mutant(
+        "a slow tier is read all the same",
+        "admission.py",
+        "            if speeds[tier].expect(len(keys), now) > patience",
+        "            if speeds[tier].expect(len(keys), now) < 0",
+    ),
+    Mutant(
+        "the deadline does not matter for a slow tier",
+        "admission.py",
+        "        patience = request.deadline - now\n",
+        "        patience = 1e9\n",
+    ),
+    Mutant(
+        "a slow tier costs all blocks",
+        "admission.py",
+        "            for key in keys\n        ]",
+        "            for key in (k for some in by_tier.values() for k in some)\n        ]",
+    ),
+    Mutant(
+        "groups add up when computing is estimated",
+        "admission.py",
+        "max(groups.values(), default=0)",
+        "sum(groups.values())",
+    ),
+    Mutant(
+        "waits are not shortened",
+        "admission.py",
+        "            self.hurry(request, computing)",
+        "            pass",
+    ),
+    Mutant(
+        "what others fill is computed in no time",
+        "admission.py",
+        "self.computing_s((*granted.missing, *granted.filling))",
+        "self.computing_s(granted.missing)",
+    ),
+    # manager.py
+    Mutant(
+        "no deadline for waiting",
+        "manager.py",
+        "            if request.deadline == deadline and not request.given_up:",
+        "            if request.deadline != deadline and not request.given_up:",
+    ),
+    Mutant(
+        "a denied key is asked for again",
+        "manager.py",
+        "        if request.given_up or key in request.denied:",
+        "        if request.given_up:",
+    ),
+    Mutant(
+        "a request given up waits for fills",
+        "manager.py",
+        "        if request.given_up:\n            return self._miss(request, block.key)\n",
+        "",
+    ),
+    Mutant(
+        "only the first group defers",
+        "manager.py",
+        "            if key == request.firsts.setdefault(group, key):",
+        "            if key == request.firsts.setdefault(0, key):",
+    ),
+    Mutant(
+        "half a window is promoted",
+        "manager.py",
+        "                request.wishes.pop(scan.pop(), None)",
+        "                scan = []",
+    ),
+    Mutant(
+        "a settled request waits for its probe",
+        "manager.py",
+        "            probers.pop(request, None)",
+        "            probers.get(request)",
+    ),
+    Mutant(
+        "settling keeps the holds",
+        "manager.py",
+        "        self._ledger.let_go(request, tuple(request.held))",
+        "        self._ledger.let_go(request, ())",
+    ),
+    Mutant(
+        "a load does not pin",
+        "manager.py",
+        "            self.pool.pin(block)\n            blocks.append(block)\n",
+        "            self.pool.evictable(block)\n",
+    ),
+    Mutant(
+        "a failed store is published",
+        "manager.py",
+        "            good = [b for b in mine if b.key not in bad]",
+        "            good = list(mine)",
+    ),
+    Mutant(
+        "a store in parts ends blocks that it lost",
+        "manager.py",
+        "if b.fill is fill and b.key in left]",
+        "if b.key in left and not b.condemned]",
+    ),
+    Mutant(
+        "a reset does not fence loads",
+        "manager.py",
+        "            self._fenced += blocks\n",
+        "            self._fenced += ()\n",
+    ),
+    Mutant(
+        "a reset does not fence stores",
+        "manager.py",
+        "                self._fenced.append(block)\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "a reset frees what the device uses",
+        "manager.py",
+        "        self._ledger.reset(keep_tiers=keep_tiers)\n",
+        "        self._ledger.reset(keep_tiers=keep_tiers)\n        self.fence_passed()\n",
+    ),
+    Mutant(
+        "a store takes the tail",
+        "manager.py",
+        "if position is not None else new)[:room]",
+        "if position is not None else new)[-room:]",
+    ),
+    Mutant(
+        "a wait may be too short",
+        "manager.py",
+        "max(seconds, self._limits.wait_min_s)",
+        "seconds",
+    ),
+    Mutant(
+        "a later deadline replaces an earlier one",
+        "manager.py",
+        "        if request.deadline is None or deadline < request.deadline:",
+        "        if True:",
+    ),
+    Mutant(
+        "the slowest tier is read",
+        "manager.py",
+        "sorted(readable, key",
+        "sorted(readable[::-1], key",
+    ),
+    Mutant(
+        "speed does not matter",
+        "manager.py",
+        "key=lambda t: ledger.speeds[t].expect(1, now)",
+        "key=lambda t: t",
+    ),
+    Mutant(
+        "an open tier is probed",
+        "manager.py",
+        "                if self._ledger.reads[tier].allows(self._now):\n",
+        "                if True:\n",
+    ),
+    Mutant(
+        "stores take more than their share",
+        "manager.py",
+        "min(self.pool.available, self._storing_max - self._ledger.storing)",
+        "self.pool.available",
+    ),
+    Mutant(
+        "the share of stores is not returned",
+        "manager.py",
+        "            self._ledger.storing -= len(mine)\n",
+        "",
+    ),
+    Mutant(
+        "a reset keeps the share of stores",
+        "manager.py",
+        "        self._ledger.storing = 0\n",
+        "",
+    ),
+    Mutant(
+        "a request's blocks go everywhere",
+        "manager.py",
+        "            self._ledger.cascades.begin(good, fill.cascade_to)",
+        "            self._ledger.cascades.begin(good, None)",
+    ),
+    Mutant(
+        "a borrower stays after a new epoch",
+        "manager.py",
+        "            self._borrowers.dismiss()\n",
+        "            pass\n",
+    ),
+]
