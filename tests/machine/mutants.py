@@ -23,6 +23,8 @@ from planted_jobs import JOB_MUTANTS
 from planted_policies import POLICY_MUTANTS
 from planted_requests import REQUEST_MUTANTS
 
+MUTANTS = [*POLICY_MUTANTS, *BLOCK_MUTANTS, *JOB_MUTANTS, *REQUEST_MUTANTS]
+
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = (
     "pool",
@@ -37,6 +39,21 @@ UNITS = (
     "admission",
     "manager",
 )
+
+
+def unit_tests() -> list[str]:
+    """Files of the unit tests of the core, from the root.
+
+    Raises:
+        FileNotFoundError: there is none for one of `UNITS`.
+    """
+    found = []
+    for name in UNITS:
+        files = sorted((ROOT / "tests/unit").glob(f"test_{name}*.py"))
+        if not files:
+            raise FileNotFoundError(f"tests/unit/test_{name}*.py")
+        found += [str(file.relative_to(ROOT)) for file in files]
+    return found
 
 
 def killed(mutant: Mutant, tests: list[str]) -> bool:
@@ -68,14 +85,10 @@ def main() -> int:
     """Run all mutants; 1 when one survives."""
     tests = ["tests/machine/test_machine.py"]
     if "--machine" not in sys.argv[1:]:
-        tests = [f"tests/unit/test_{name}.py" for name in UNITS] + tests
+        tests = unit_tests() + tests
     survivors = 0
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
-    mutants = [
-        m
-        for m in [*POLICY_MUTANTS, *BLOCK_MUTANTS, *JOB_MUTANTS, *REQUEST_MUTANTS]
-        if not words or any(w in f"{m.file} {m.what}" for w in words)
-    ]
+    mutants = [m for m in MUTANTS if not words or any(w in f"{m.file} {m.what}" for w in words)]
     for mutant in mutants:
         start = time.monotonic()
         dead = killed(mutant, tests)

@@ -101,10 +101,16 @@ JOB_MUTANTS = [
     Mutant(
         "the end of a probe wakes nobody",
         "ledger.py",
-        "                for request in job.waiters:\n"
         "                    request.waits.discard(job)\n"
-        "                if current",
-        "                if current",
+        "                    self._hurry_past(request, tier)\n",
+        "                    self._hurry_past(request, tier)\n",
+    ),
+    Mutant(
+        "a request waits for tiers whose answer it does not need",
+        "ledger.py",
+        "                    request.waits.discard(job)\n"
+        "                    self._hurry_past(request, tier)\n",
+        "                    request.waits.discard(job)\n",
     ),
     Mutant(
         "an old probe overrules a write",
