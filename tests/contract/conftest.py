@@ -15,6 +15,7 @@ from kvtier.testing.valkey_servers import ValkeyServer, cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from kvtier.tiers.object.settings import ObjectSettings
 
@@ -55,6 +56,13 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture(scope="session")
 def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
     with ValkeyServer(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    """A Valkey server of the test's own, to be broken."""
+    with ValkeyServer(tmp_path) as server:
         yield server
 
 

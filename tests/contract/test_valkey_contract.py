@@ -20,13 +20,7 @@ from kvtier.drivers.threaded import ThreadedDriver
 from kvtier.testing.contract import DriverContract, TierContract
 from kvtier.testing.proxy import FaultProxy
 from kvtier.testing.valkey_servers import ValkeyServer
-from kvtier.tiers.base import (
-    SupportsBatch,
-    SupportsDelete,
-    SupportsDropped,
-    SupportsFigures,
-    Tier,
-)
+from kvtier.tiers.base import SupportsBatch, SupportsDelete, SupportsDropped, SupportsFigures, Tier
 
 USER_PASSWORD = "a-users-password"
 USER = (
