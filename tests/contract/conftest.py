@@ -1,4 +1,5 @@
-"""S3 servers for the tests of the object tier: one of each kind for the whole session."""
+"""Servers for the tests of the remote tiers: one of each kind for the whole session, as every test
+keeps to a prefix of its own. A test that breaks a server starts its own one."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from object_tiers import BUCKET, settings_for
 
 from kvtier.testing.http_proxy import HttpFaultProxy
 from kvtier.testing.s3_servers import ACCESS_KEY, SECRET_KEY, JuiceServer, S3Server, SeaweedServer
+from kvtier.testing.valkey_servers import ValkeyServer, cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from kvtier.tiers.object.settings import ObjectSettings
 
@@ -23,7 +26,7 @@ IDENTITIES = {
     "mayall": (f"Read:{BUCKET}", f"Write:{BUCKET}", f"List:{BUCKET}"),
 }
 
-NEED_SERVERS = ("test_object_", "test_bench_object", "test_valkey_")
+NEED_SERVERS = ("test_object_", "test_bench_object", "test_remote_", "test_valkey_")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,6 +51,26 @@ def juice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     yield from started(SeaweedServer(tmp_path_factory.mktemp("seaweed"), IDENTITIES))
+
+
+@pytest.fixture(scope="session")
+def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    with ValkeyServer(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    """A Valkey server of the test's own, to be broken."""
+    with ValkeyServer(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def valkey_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ValkeyServer]]:
+    """The nodes of a cluster."""
+    with cluster(tmp_path_factory.mktemp("cluster")) as nodes:
+        yield nodes
 
 
 @pytest.fixture

@@ -217,8 +217,9 @@ def test_processes_that_cannot_be_killed_do_not_pile_up(
 
 
 def test_a_full_socket_holds_nothing_up(stage: Stage):
+    """Stores, and between them lookups, which fill a socket as well and copy nothing."""
     driver = stage.make()
-    stage.submit(driver, "store", 0, 1)
+    stage.submit(driver, "store", 0, *range(16))  # what the lookups find
     stage.done(driver, 0)
     stage.kill(driver, signal.SIGSTOP)
     slots = stage.slots.take(16)
@@ -226,7 +227,10 @@ def test_a_full_socket_holds_nothing_up(stage: Stage):
     for i, key in enumerate(keys):
         slots.fill(i, block_of(key))
     for job_id in range(1, 1501):
-        driver.submit_store(drive.job(job_id, keys, slots, readonly=True))
+        if job_id % 10 == 1:
+            driver.submit_store(drive.job(job_id, keys, slots, readonly=True))
+        else:
+            driver.submit_lookup(drive.job(job_id, keys, None))
     process = driver._process
     assert process is not None
     assert 1 << 19 < len(process._outbox) < 1500 * 16 * 64, "bounded by what is in flight"

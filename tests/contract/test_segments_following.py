@@ -8,18 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
+import segments_world
 from descriptors import opened_below
-from segments_world import (
-    SMALL,
-    Capacity,
-    content_of,
-    get,
-    held,
-    open_tier,
-    put,
-    rewrite_log,
-    stores_of,
-)
+from segments_world import SMALL, Capacity, content_of, get, held, open_tier, put, rewrite_log
 
 from kvtier.errors import MissingBlockError
 from kvtier.testing.blocks import key_of
@@ -27,95 +18,122 @@ from kvtier.tiers.fs.segments import follower
 from kvtier.tiers.fs.segments.records import RECORD_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from kvtier.tiers.fs.segments import SegmentsTier
 
-def test_a_log_that_is_truncated_is_read_anew(tmp_path: Path) -> None:
-    owner, reader = open_tier(tmp_path), open_tier(tmp_path)
+    Open = Callable[..., SegmentsTier]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """Opens tiers over one root, and closes them."""
+    tiers: list[SegmentsTier] = []
+
+    def open_one(capacity: Capacity | None = None, **options: object) -> SegmentsTier:
+        tiers.append(open_tier(tmp_path, capacity, **options))
+        return tiers[-1]
+
+    yield open_one
+    for tier in tiers:
+        tier.close()
+
+
+@pytest.fixture
+def owner(opened: Open) -> SegmentsTier:
+    return opened()
+
+
+@pytest.fixture
+def reader(opened: Open) -> SegmentsTier:
+    return opened()
+
+
+@pytest.fixture
+def buffered_reader(opened: Open) -> SegmentsTier:
+    return opened(direct=False)
+
+
+@pytest.fixture
+def owner_of_one(opened: Open) -> SegmentsTier:
+    """Has room for one block, and a clock that stands still; holds block 1."""
+    owner = opened(Capacity(SMALL), direct=False, wall_clock_ns=lambda: 10**18)
+    put(owner, 1)
+    return owner
+
+
+def around_the_next_read(
+    monkeypatch: pytest.MonkeyPatch,
+    before: Callable[[], None],
+    after: Callable[[list[memoryview]], None] = lambda _: None,
+) -> None:
+    """Between a look at the log and the read, and between the read and the next look."""
+    whole = os.preadv
+
+    def meanwhile(fd: int, views: list[memoryview], at: int) -> int:
+        monkeypatch.undo()
+        before()
+        count = whole(fd, views, at)
+        after(views)
+        return count
+
+    monkeypatch.setattr(os, "preadv", meanwhile)
+
+
+def test_a_log_that_is_truncated_is_read_anew(
+    tmp_path: Path, owner: SegmentsTier, reader: SegmentsTier
+) -> None:
     put(owner, 1, 2)
     assert held(reader, [1, 2]) == {1, 2}
-    os.truncate(stores_of(tmp_path)[0] / "index.log", 2 * RECORD_BYTES)
+    os.truncate(segments_world.stores_of(tmp_path)[0] / "index.log", 2 * RECORD_BYTES)
     assert held(reader, [1, 2]) == {1}
-    owner.close()
-    reader.close()
 
 
 def test_a_block_evicted_under_a_reader_in_another_process_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner_of_one: SegmentsTier, buffered_reader: SegmentsTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slot is written again between the look at the log and the read."""
-    owner = open_tier(tmp_path, Capacity(SMALL), direct=False)
-    reader = open_tier(tmp_path, direct=False)
-    put(owner, 1)
-    assert held(reader, [1]) == {1}
-    whole = os.preadv
+    assert held(buffered_reader, [1]) == {1}
 
-    def meanwhile(fd: int, views: list[memoryview], at: int) -> int:
-        monkeypatch.undo()
-        put(owner, 2)
-        count = whole(fd, views, at)
-        assert bytes(views[1]) == content_of(2)[4096:], "it was too late"
-        return count
+    def it_was_early_enough(views: list[memoryview]) -> None:
+        assert bytes(views[1]) == content_of(2)[4096:]
 
-    monkeypatch.setattr(os, "preadv", meanwhile)
+    around_the_next_read(monkeypatch, lambda: put(owner_of_one, 2), it_was_early_enough)
     with pytest.raises(MissingBlockError):
-        get(reader, 1)
-    assert held(reader, [1, 2]) == {2}
-    owner.close()
-    reader.close()
+        get(buffered_reader, 1)
+    assert held(buffered_reader, [1, 2]) == {2}
 
 
 def test_a_block_that_came_back_to_its_slot_is_another_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner_of_one: SegmentsTier, buffered_reader: SegmentsTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evicted, overwritten, and written again: what was read in between is not it, though the clock
     stands still."""
-    owner = open_tier(tmp_path, Capacity(SMALL), direct=False, wall_clock_ns=lambda: 10**18)
-    reader = open_tier(tmp_path, direct=False)
-    put(owner, 1)
-    assert held(reader, [1]) == {1}
-    whole = os.preadv
-
-    def meanwhile(fd: int, views: list[memoryview], at: int) -> int:
-        monkeypatch.undo()
-        put(owner, 2)
-        count = whole(fd, views, at)
-        put(owner, 1)
-        return count
-
-    monkeypatch.setattr(os, "preadv", meanwhile)
+    assert held(buffered_reader, [1]) == {1}
+    around_the_next_read(monkeypatch, lambda: put(owner_of_one, 2), lambda _: put(owner_of_one, 1))
     with pytest.raises(MissingBlockError):
-        get(reader, 1)
-    assert held(reader, [1]) == {1}
-    owner.close()
-    reader.close()
+        get(buffered_reader, 1)
+    assert held(buffered_reader, [1]) == {1}
 
 
 def test_a_log_that_was_rewritten_under_a_reader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner_of_one: SegmentsTier, buffered_reader: SegmentsTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the old file does not say, the new one does."""
-    owner = open_tier(tmp_path, Capacity(SMALL), direct=False)
-    reader = open_tier(tmp_path, direct=False)
-    put(owner, 1)
-    assert held(reader, [1]) == {1}
-    whole = os.preadv
+    assert held(buffered_reader, [1]) == {1}
 
-    def meanwhile(fd: int, views: list[memoryview], at: int) -> int:
-        monkeypatch.undo()
-        rewrite_log(owner)
-        put(owner, 2)
-        return whole(fd, views, at)
+    def rewritten() -> None:
+        rewrite_log(owner_of_one)
+        put(owner_of_one, 2)
 
-    monkeypatch.setattr(os, "preadv", meanwhile)
+    around_the_next_read(monkeypatch, rewritten)
     with pytest.raises(MissingBlockError):
-        get(reader, 1)
-    owner.close()
-    reader.close()
+        get(buffered_reader, 1)
 
 
-def test_a_use_by_another_process_counts(tmp_path: Path) -> None:
-    owner, reader = open_tier(tmp_path, Capacity(16 * SMALL)), open_tier(tmp_path)
+def test_a_use_by_another_process_counts(opened: Open, reader: SegmentsTier) -> None:
+    owner = opened(Capacity(16 * SMALL))
     put(owner, *range(16))
     get(reader, 0)
     put(reader, 1)  # there already: a use
@@ -126,12 +144,11 @@ def test_a_use_by_another_process_counts(tmp_path: Path) -> None:
     assert owner.take_dropped() == [key_of(2), key_of(3)]
     reader.maintain()
     assert reader.take_dropped() == [key_of(2), key_of(3)], "who follows tells of it too"
-    owner.close()
-    reader.close()
 
 
-def test_a_damaged_block_of_another_process_is_forgotten_by_both(tmp_path: Path) -> None:
-    owner, reader = open_tier(tmp_path), open_tier(tmp_path)
+def test_a_damaged_block_of_another_process_is_forgotten_by_both(
+    owner: SegmentsTier, reader: SegmentsTier
+) -> None:
     put(owner, 1, 2)
     assert held(reader, [1, 2]) == {1, 2}
     reader.delete(key_of(1))
@@ -140,26 +157,20 @@ def test_a_damaged_block_of_another_process_is_forgotten_by_both(tmp_path: Path)
     assert held(owner, [1, 2]) == {2}
     put(reader, 1)
     assert held(reader, [1, 2]) == {1, 2}
-    owner.close()
-    reader.close()
 
 
-def test_new_stores_are_found_at_once(tmp_path: Path) -> None:
-    reader = open_tier(tmp_path)
+def test_new_stores_are_found_at_once(reader: SegmentsTier, opened: Open) -> None:
     assert reader.exists([key_of(1)]) == [False]
-    owners = []
     for i in range(5):
-        owners.append(open_tier(tmp_path))
-        owners[-1]._followers._followers = {}
-        put(owners[-1], i)
+        owner = opened()
+        owner._followers._followers = {}
+        put(owner, i)
         assert held(reader, range(5)) == set(range(i + 1))
-    for owner in owners:
-        owner.close()
-    reader.close()
 
 
-def test_the_descriptors_of_segments_that_are_gone_are_closed(tmp_path: Path) -> None:
-    owner, reader = open_tier(tmp_path), open_tier(tmp_path)
+def test_the_descriptors_of_segments_that_are_gone_are_closed(
+    tmp_path: Path, owner: SegmentsTier, reader: SegmentsTier
+) -> None:
     put(owner, *range(16))
     assert len(held(reader, range(16))) == 16
     before = len(opened_below(tmp_path))
@@ -167,15 +178,12 @@ def test_the_descriptors_of_segments_that_are_gone_are_closed(tmp_path: Path) ->
     owner._owned.remove_segment(segment, "evicted_blocks")
     reader.maintain()
     assert len(opened_below(tmp_path)) <= before - 2
-    owner.close()
-    reader.close()
 
 
 def test_a_long_log_that_was_rewritten_keeps_nobody_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: SegmentsTier, reader: SegmentsTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the upkeep reads it, lookups say what they knew, and reads miss."""
-    owner, reader = open_tier(tmp_path), open_tier(tmp_path)
     put(owner, *range(16))
     assert held(reader, range(16)) == set(range(16))
     rewrite_log(owner)
@@ -199,5 +207,3 @@ def test_a_long_log_that_was_rewritten_keeps_nobody_waiting(
         release.set()
         tending.result(30)
     assert held(reader, range(16)) == set(range(16))
-    owner.close()
-    reader.close()

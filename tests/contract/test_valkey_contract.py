@@ -19,14 +19,8 @@ from kvtier.drivers.base import SecondaryTierManager
 from kvtier.drivers.threaded import ThreadedDriver
 from kvtier.testing.contract import DriverContract, TierContract
 from kvtier.testing.proxy import FaultProxy
-from kvtier.testing.valkey_servers import ValkeyServer, cluster
-from kvtier.tiers.base import (
-    SupportsBatch,
-    SupportsDelete,
-    SupportsDropped,
-    SupportsFigures,
-    Tier,
-)
+from kvtier.testing.valkey_servers import ValkeyServer
+from kvtier.tiers.base import SupportsBatch, SupportsDelete, SupportsDropped, SupportsFigures, Tier
 
 USER_PASSWORD = "a-users-password"
 USER = (
@@ -39,20 +33,8 @@ IN_CLUSTER = ("+cluster|nodes", "+cluster|slots", "+cluster|shards", "+readonly"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    with ValkeyServer(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ValkeyServer]]:
-    with cluster(tmp_path_factory.mktemp("cluster")) as nodes:
-        yield nodes
-
-
-@pytest.fixture(scope="module")
 def tls(
-    server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory
+    valkey_server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, str]]:
     """URL of the server behind TLS, and the file of the authority."""
     bundle = tmp_path_factory.mktemp("tls") / "ca.pem"
@@ -60,7 +42,7 @@ def tls(
     authority.cert_pem.write_to_path(bundle)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
-    with FaultProxy(("127.0.0.1", server.port), context) as front:
+    with FaultProxy(("127.0.0.1", valkey_server.port), context) as front:
         yield f"valkeys://127.0.0.1:{front.address[1]}", str(bundle)
 
 
@@ -70,8 +52,8 @@ class _OnServer(TierContract):
     options: Mapping[str, object] = MappingProxyType({})
 
     @pytest.fixture(autouse=True)
-    def _place(self, server: ValkeyServer) -> None:
-        self.url = server.url
+    def _place(self, valkey_server: ValkeyServer) -> None:
+        self.url = valkey_server.url
 
     def make(self) -> Tier:
         self.prefix = fresh_prefix()
@@ -109,23 +91,23 @@ class TestUserOfTheAccessList(_OnServer):
     """The fewest permissions, those that the documentation names."""
 
     @pytest.fixture(autouse=True)
-    def _place(self, server: ValkeyServer, tmp_path: Path) -> None:
-        past(server.port).execute_command("ACL", "SETUSER", "kvtier", "reset", *USER)
+    def _place(self, valkey_server: ValkeyServer, tmp_path: Path) -> None:
+        past(valkey_server.port).execute_command("ACL", "SETUSER", "kvtier", "reset", *USER)
         (tmp_path / "password").write_text(f"{USER_PASSWORD}\n")
-        self.url = f"valkey://kvtier@127.0.0.1:{server.port}"
+        self.url = f"valkey://kvtier@127.0.0.1:{valkey_server.port}"
         self.options = {"password_file": str(tmp_path / "password"), "ttl": 60}
 
 
 class TestDatabase(_OnServer):
     @pytest.fixture(autouse=True)
-    def _place(self, server: ValkeyServer) -> None:
-        self.url = f"redis://127.0.0.1:{server.port}/3"
+    def _place(self, valkey_server: ValkeyServer) -> None:
+        self.url = f"redis://127.0.0.1:{valkey_server.port}/3"
 
 
 class TestCluster(_OnServer):
     @pytest.fixture(autouse=True)
-    def _place(self, nodes: list[ValkeyServer]) -> None:
-        self.url = nodes[0].url
+    def _place(self, valkey_nodes: list[ValkeyServer]) -> None:
+        self.url = valkey_nodes[0].url
 
 
 class TestClusterBlocksThatExpire(TestCluster):
@@ -134,17 +116,17 @@ class TestClusterBlocksThatExpire(TestCluster):
 
 class TestUserOfACluster(_OnServer):
     @pytest.fixture(autouse=True)
-    def _place(self, nodes: list[ValkeyServer]) -> None:
-        for node in nodes:
+    def _place(self, valkey_nodes: list[ValkeyServer]) -> None:
+        for node in valkey_nodes:
             past(node.port).execute_command("ACL", "SETUSER", "kvtier", "reset", *USER, *IN_CLUSTER)
-        self.url = f"valkey://kvtier:{USER_PASSWORD}@127.0.0.1:{nodes[0].port}"
+        self.url = f"valkey://kvtier:{USER_PASSWORD}@127.0.0.1:{valkey_nodes[0].port}"
         self.options = MappingProxyType({"ttl": 60})
 
 
 class TestDriver(DriverContract):
     @pytest.fixture(autouse=True)
-    def _place(self, server: ValkeyServer) -> None:
-        self.url = server.url
+    def _place(self, valkey_server: ValkeyServer) -> None:
+        self.url = valkey_server.url
 
     def make(self) -> SecondaryTierManager:
         prefix = fresh_prefix()
@@ -153,12 +135,12 @@ class TestDriver(DriverContract):
 
 class TestDriverOverCluster(TestDriver):
     @pytest.fixture(autouse=True)
-    def _place(self, nodes: list[ValkeyServer]) -> None:
-        self.url = nodes[1].url
+    def _place(self, valkey_nodes: list[ValkeyServer]) -> None:
+        self.url = valkey_nodes[1].url
 
 
-def test_what_it_can_do_besides(server: ValkeyServer) -> None:
-    tier = open_tier(server.url)
+def test_what_it_can_do_besides(valkey_server: ValkeyServer) -> None:
+    tier = open_tier(valkey_server.url)
     for ability in (SupportsBatch, SupportsDelete, SupportsDropped, SupportsFigures):
         assert isinstance(tier, ability)
     tier.close()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,10 @@ def test_an_interrupted_run_leaves_nothing(place: Path, number: signal.Signals) 
         stderr=subprocess.PIPE,
         text=True,
     )
+    between_looks = threading.Event()
     while not any("namespace.json" in names for _, _, names in os.walk(place)):
         assert process.poll() is None, process.communicate()
+        between_looks.wait(0.001)  # which leaves the processor to it
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr

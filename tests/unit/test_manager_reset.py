@@ -60,13 +60,7 @@ def test_a_new_epoch_sees_nothing_of_the_old_one() -> None:
 
 def test_a_promotion_from_before_a_reset_is_never_readable() -> None:
     world = World(8, 8)
-    world.fill(T0, [0])
-    world.open("a", [0])
-    world.ask("a")
-    world.step()
-    world.hung.add(T0)
-    world.ask("a")
-    world.step()
+    world.hang_in_a_promotion("a", 0)
     world.manager.reset(keep_tiers=True)
     world.answer(world.stuck.pop())
     world.step()

@@ -36,13 +36,7 @@ def test_a_store_of_nothing_new_takes_nothing() -> None:
 
 def test_completing_what_is_not_being_stored_is_ignored() -> None:
     world = World(4, 4)
-    world.fill(T0, [0])
-    world.open("a", [0])
-    world.ask("a")
-    world.step()
-    world.hung.add(T0)
-    world.ask("a")
-    world.step()
+    world.hang_in_a_promotion("a", 0)
     world.store("x", [1])
     world.manager.complete_store([key_of(0), key_of(1), key_of(7)])
     assert not world.pool.blocks[key_of(0)].ready, "a promotion is not ended by a store"

@@ -169,8 +169,8 @@ class JuiceServer(S3Server):
 
     def command(self) -> list[str]:
         """Format once, then serve."""
-        meta = f"sqlite3://{self.directory / 'meta.db'}"
-        if not (self.directory / "meta.db").exists():
+        meta = f"badger://{self.directory / 'meta'}"
+        if not (self.directory / "meta").exists():
             storage = ["--storage", "file", "--bucket", f"{self.directory / 'data'}/"]
             program = _find(self.program)
             assert program is not None, "start found it"

@@ -89,6 +89,16 @@ class World:
         request = self.requests[name]
         return scan(lambda key: self.manager.lookup(request, key), self.prompts[name], self.groups)
 
+    def hang_in_a_promotion(self, name: str, i: int) -> None:
+        """A request waits for block `i`, whose promotion out of the first tier hangs."""
+        self.fill(T0, [i])
+        self.open(name, [i])
+        self.ask(name)
+        self.step()
+        self.hung.add(T0)
+        self.ask(name)
+        self.step()
+
     def load(self, name: str, hit: int) -> None:
         """The engine begins to load a hit."""
         keys = self.groups.needed(self.prompts[name], hit)
