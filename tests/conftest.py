@@ -4,6 +4,8 @@
 Tests start hundreds of Python processes: they share compiled files even where the environment says
 that there should be none, and do without a thread per core in numpy's linear algebra.
 
+Programs of administrators (mkfs, losetup) are found where they are, whatever the user's PATH.
+
 Shells have their background jobs ignore SIGINT, and so would the children that tests interrupt.
 """
 
@@ -33,6 +35,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
+os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 

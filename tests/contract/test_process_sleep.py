@@ -7,6 +7,7 @@ that nothing can keep from it.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -52,6 +53,9 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
     shared = Path("/dev/shm")  # the image is in memory: no other file system has to wait for it
     if os.geteuid() != 0 or not shared.is_dir():
         pytest.skip("mounting needs root")
+    for program in ("mkfs.ext4", "fsfreeze"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
     path = tmp_path / "mount"
     path.mkdir()
     with tempfile.NamedTemporaryFile(dir=shared) as image:

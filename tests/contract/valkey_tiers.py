@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.valkey.tier import ValkeyTier
 
 PATIENCE_S = 20.0
-SHORT_MS = 500
+SHORT_MS = 1000
 """Timeout of a request that a test has fail, and that is met by all others on a busy machine."""
 
 _numbers = itertools.count()

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 UNITS = (
     "pool",
     "policies",
+    "policy",
     "presence",
     "plans",
     "boundary",

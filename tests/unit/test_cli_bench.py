@@ -131,7 +131,7 @@ def test_an_interrupted_run_leaves_nothing(place: Path, number: signal.Signals) 
     """Stopped once blocks lie on the disk."""
     program = "from kvtier.cli.main import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, "bench", "fs", str(place)],
+        [sys.executable, "-c", program, "bench", "fs", str(place), *SMALL],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
