@@ -15,9 +15,17 @@ import gc
 import os
 import signal
 import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NOBODY = 65534
 
 settings.register_profile(
     "fixed",
@@ -43,3 +51,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Nothing that was imported or collected is looked at by the garbage collector again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def as_nobody() -> Iterator[Path]:
+    """A directory of an ordinary user, and that user's rights while the test runs."""
+    with tempfile.TemporaryDirectory() as directory:
+        if os.geteuid() != 0:
+            yield Path(directory)
+            return
+        os.chown(directory, NOBODY, NOBODY)
+        os.seteuid(NOBODY)
+        try:
+            yield Path(directory)
+        finally:
+            os.seteuid(0)

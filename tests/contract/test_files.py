@@ -9,7 +9,6 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,8 +27,6 @@ from kvtier.tiers.fs.namespace_directory import NamespaceDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-NOBODY = 65534
 
 
 class FilesContract(TierContract):
@@ -369,21 +366,6 @@ def test_only_the_owner_may_read(tmp_path: Path, umask: int) -> None:
     for path in paths:
         expected = 0o700 if path.is_dir() else 0o600
         assert stat.S_IMODE(path.stat().st_mode) == expected, path
-
-
-@pytest.fixture
-def as_nobody() -> Iterator[Path]:
-    """A directory of an ordinary user, and that user's rights while the test runs."""
-    with tempfile.TemporaryDirectory() as directory:
-        if os.geteuid() != 0:
-            yield Path(directory)
-            return
-        os.chown(directory, NOBODY, NOBODY)
-        os.seteuid(NOBODY)
-        try:
-            yield Path(directory)
-        finally:
-            os.seteuid(0)
 
 
 def test_a_directory_that_became_read_only_fails_writes_alone(as_nobody: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,21 +44,6 @@ def mount(mounted: list[str], point: Path, *options: str) -> Path:
         pytest.skip(f"cannot mount: {done.stderr.strip()}")
     mounted.append(str(point))
     return point
-
-
-@pytest.fixture
-def as_nobody() -> Iterator[Path]:
-    """A directory of an ordinary user, and that user's rights while the test runs."""
-    with tempfile.TemporaryDirectory() as directory:
-        if os.geteuid() != 0:
-            yield Path(directory)
-            return
-        os.chown(directory, NOBODY, NOBODY)
-        os.seteuid(NOBODY)
-        try:
-            yield Path(directory)
-        finally:
-            os.seteuid(0)
 
 
 def refused(root: Path, pattern: str) -> str:

@@ -14,7 +14,6 @@ from fs_roots import NOBODY, SETTING, mount, needs_root, refused
 from kvtier.errors import ConfigError
 from kvtier.tiers.fs.checks import check_root, foreign_entries, remarks
 
-as_nobody = fs_roots.as_nobody
 mounted = fs_roots.mounted
 root = fs_roots.root
 
