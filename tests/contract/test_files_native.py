@@ -273,6 +273,13 @@ def test_a_ledger_that_fails_is_told_of_each_block(
     assert [getattr(outcome, "errno", None) for outcome in outcomes] == [errno.EIO] * 2
 
 
+def test_what_cannot_be_handed_over_takes_no_room(tier: FilesTier, space: Counted) -> None:
+    memory = memoryview(bytearray(BLOCK_BYTES))
+    with pytest.raises(BufferError):
+        tier.write_batch([key_of(1), key_of(2)], [(memory,), (memory[::2],)])
+    assert space.taken == 0
+
+
 def test_a_medium_that_fails_is_not_absence(tmp_path: Path, native: NativeFiles) -> None:
     descriptor = os.open(tmp_path, os.O_PATH)
     try:

@@ -281,12 +281,12 @@ class FilesTier:
             return range(len(keys))
         sizes = [sum(view.nbytes for view in block) for block in data]
         room = 0  # for so many of them
-        # why there is none for the next one is told when that is written by itself
-        with contextlib.suppress(OSError):
-            while room < len(keys) and self._space.take(sizes[room]):
-                room += 1
-        done: Sequence[bool] = [False] * room
+        done: Sequence[bool] = ()
         try:
+            # why there is none for the next one is told when that is written by itself
+            with contextlib.suppress(OSError):
+                while room < len(keys) and self._space.take(sizes[room]):
+                    room += 1
             paths = [self._path(key) for key in keys[:room]]
             new_name = self._directory.temp_names.new
             done = self._native.write_files(
@@ -297,9 +297,9 @@ class FilesTier:
                 FILE_MODE,
             )
         finally:
-            for size, written in zip(sizes, done, strict=False):
-                if not written:
-                    self._space.give_back(size)
+            for i in range(room):
+                if not done or not done[i]:
+                    self._space.give_back(sizes[i])
         return [i for i in range(len(keys)) if i >= room or not done[i]]
 
     def _direct_flag(self, blocks: Sequence[Buffers]) -> int:
