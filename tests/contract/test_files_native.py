@@ -8,6 +8,7 @@ import shutil
 import sys
 import sysconfig
 import time
+import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -368,6 +369,27 @@ def test_memory_is_let_go_of(tmp_path: Path, native: NativeFiles) -> None:
     assert before == (sys.getrefcount(path), sys.getrefcount(temp), sys.getrefcount(view))
     view.release()
     memory.clear()  # refused while anybody holds a view
+
+
+def test_calls_leave_no_memory(tmp_path: Path, native: NativeFiles) -> None:
+    path, temp = bytes(tmp_path / "block"), bytes(tmp_path / "temp")
+    into = (memoryview(bytearray(1)),)
+
+    def call() -> None:
+        native.write_files([temp] * 100, [path] * 100, [(b"x",)] * 100, WRITE_FLAGS, FILE_MODE)
+        native.read_files([path] * 100, [into] * 100, os.O_RDONLY, 1.0)
+        native.find_files(0, ["absent"] * 100)
+
+    tracemalloc.start()
+    try:
+        call()
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(100):
+            call()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 100 * 100, "less than a byte for each block of each call"
 
 
 @pytest.mark.parametrize(
