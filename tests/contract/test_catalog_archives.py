@@ -20,7 +20,7 @@ from kvtier.testing.fs_blocks import put_block
 from kvtier.tiers.fs.catalog import Catalog
 from kvtier.tiers.fs.catalog_archive import export_namespace, import_namespace
 from kvtier.tiers.fs.files import FilesTier
-from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS
+from kvtier.tiers.fs.namespace_directory import block_path
 from kvtier.tiers.memory import MemoryTier
 
 namespace = catalog_world.namespace
@@ -49,10 +49,7 @@ class TestArchives:
             put_block(namespace, i)
         done = bring(export(root), target)
         assert (done.blocks, done.skipped, done.refused) == (12, 0, [])
-        original = {
-            block.key: namespace / block.key.hex()[:FAN_OUT_DIGITS] / block.key.hex()
-            for _, _, block in listed(root)
-        }
+        original = {block.key: namespace / block_path(block.key) for _, _, block in listed(root)}
         assert keys(target) == set(original)
         for key, path in original.items():
             (copy,) = target.rglob(key.hex())
@@ -74,7 +71,7 @@ class TestArchives:
 
         key = BlockKey(bytes(range(127)))  # longer than the names that a tar header has room for
         row = block_of(key)
-        path = namespace / key.hex()[:FAN_OUT_DIGITS] / key.hex()
+        path = namespace / block_path(key)
         path.parent.mkdir()
         path.write_bytes(seal(NAMESPACE, key, memoryview(row), 1) + row)
         assert bring(export(root), target).blocks == 1

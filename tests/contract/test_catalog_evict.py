@@ -21,7 +21,7 @@ from kvtier.tiers.fs.catalog_evict import choose_victims, evict
 from kvtier.tiers.fs.catalog_findings import Findings
 from kvtier.tiers.fs.files import FilesTier
 from kvtier.tiers.fs.ledger import LedgerFile
-from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS
+from kvtier.tiers.fs.namespace_directory import block_path
 
 namespace = catalog_world.namespace
 root = catalog_world.root
@@ -56,7 +56,7 @@ class TestEvicting:
         for i in range(3):
             put_block(namespace, i, used_s=1000.0 + i)
         victims = choose_victims(listed(root), None, 0)
-        used = namespace / key_of(1).hex()[:FAN_OUT_DIGITS] / key_of(1).hex()
+        used = namespace / block_path(key_of(1))
         os.utime(used, (2000.0, 2000.0))
         deleted = evict(victims, nothing)
         assert (deleted.blocks, deleted.kept, deleted.failures) == (2, 1, [])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from kvtier.drivers.process.driver import ProcessDriver
 from kvtier.drivers.process.process import Launch
 from kvtier.testing.blocks import Slots, SlotsOfRegion, key_of
 from kvtier.testing.contract import DriverContract
-from kvtier.testing.driver_contract import PATIENCE_S
+from kvtier.testing.driver_contract import until
 from kvtier.testing.faults import FaultyTier, Hang
 from kvtier.tiers.base import Tier
 from kvtier.tiers.registry import decode_settings, load_tier_type
@@ -68,10 +67,7 @@ class TestOverMemory(OverAProcess):
         keys = [key_of(i) for i in range(200)]
         try:
             shaky.submit_store(self.job(1, keys, self.make_slots(200), readonly=True))
-            deadline = time.monotonic() + PATIENCE_S
-            while faulty.calls["write"] == 0:
-                assert time.monotonic() < deadline
-                time.sleep(0.0005)
+            until(lambda: faulty.calls["write"])
             assert shaky.close(5.0)
             assert shaky.get_finished() == [Done(1, frozenset(), Fault.UNREACHABLE)]
         finally:

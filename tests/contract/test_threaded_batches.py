@@ -7,7 +7,6 @@ import errno
 import hashlib
 import mmap
 import threading
-import time
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -21,6 +20,7 @@ from kvtier.envelope import HEADER_BYTES
 from kvtier.errors import MissingBlockError
 from kvtier.testing.blocks import BLOCK_BYTES, ArraySlots, key_of
 from kvtier.testing.contract import DriverContract
+from kvtier.testing.driver_contract import until
 from kvtier.tiers.base import Buffers, Tier
 from kvtier.tiers.memory import MemoryTier
 
@@ -225,11 +225,12 @@ def test_a_batch_that_fails_as_a_whole_fails_its_blocks(short: bool) -> None:
 def finished(driver: ThreadedDriver, count: int = 1) -> list[object]:
     """So many completions, waited for by the callback's side of it."""
     found: list[object] = []
-    deadline = time.monotonic() + 30
-    while len(found) < count:
-        assert time.monotonic() < deadline
-        found += driver.get_finished()
-        time.sleep(0.0005)
+
+    def all_are_there() -> bool:
+        found.extend(driver.get_finished())
+        return len(found) >= count
+
+    until(all_are_there)
     return found
 
 
@@ -282,8 +283,7 @@ def test_only_the_namespace_in_use_tells() -> None:
     tiers[first].told.append((key_of(1),))
     tiers[second].told.append((key_of(2),))
     assert finished(driver) == [Dropped(TierId(0), (key_of(2),))]
-    while tiers[first].told:  # taken, so that it does not grow
-        time.sleep(0.0005)
+    until(lambda: not tiers[first].told)  # taken, so that it does not grow
     assert driver.get_finished() == []
     assert driver.counters().figures == {"used_bytes": 2.0}
     assert driver.close()
@@ -299,8 +299,7 @@ def test_a_tier_that_fails_to_tell_harms_nothing() -> None:
     tier = Mute([])
     driver = ThreadedDriver("x", lambda _: tier, 2)
     drive.store(driver, 1, [key_of(1)])
-    while tier.level < 6.5:
-        time.sleep(0.0005)
+    until(lambda: tier.level >= 6.5)
     assert drive.load(driver, 2, [key_of(1)]) == {key_of(1)}
     assert driver.close()
 

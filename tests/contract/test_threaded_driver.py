@@ -5,7 +5,6 @@ import hashlib
 import logging
 import os
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +14,7 @@ from kvtier.drivers.places import OPEN_TIERS_MAX
 from kvtier.drivers.threaded import ThreadedDriver
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, ArraySlots, block_of, key_of
 from kvtier.testing.contract import DriverContract
+from kvtier.testing.driver_contract import until
 from kvtier.testing.faults import Fail, FaultyTier, Hang
 from kvtier.tiers.fs.files import FilesTier
 from kvtier.tiers.memory import MemoryTier
@@ -217,8 +217,7 @@ def test_a_namespace_is_not_closed_under_a_running_job() -> None:
         lambda namespace: first if namespace == namespace_of(0) else ClosingTier(closed, namespace),
     )
     driver.submit_lookup(drive.job(0, [key_of(1)], namespace=namespace_of(0)))
-    while not first.calls["exists"]:
-        time.sleep(0.0005)
+    until(lambda: first.calls["exists"])
     for i in range(1, OPEN_TIERS_MAX + 2):
         drive.lookup(driver, i, [key_of(1)], namespace_of(i))
     assert closed == [namespace_of(1), namespace_of(2)]

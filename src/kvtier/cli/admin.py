@@ -21,7 +21,6 @@ from rich.table import Table
 from kvtier.cli.admin_options import age_text, count_text, sample_size, size_text
 from kvtier.cli.admin_output import (
     DIGITS_SHOWN,
-    PIPE_WIDTH,
     PROBLEMS,
     Json,
     exit_codes,
@@ -31,6 +30,7 @@ from kvtier.cli.admin_output import (
     model_text,
     print_json,
     progress_bar,
+    results_console,
     say,
     say_findings,
     teller,
@@ -168,8 +168,7 @@ def _list_namespaces(catalog: Catalog, findings: Findings, json: bool) -> None:
             age_text(None if summary.last_use_s is None else now - summary.last_use_s),
             "live" if namespace.live else "idle",
         )
-    # a pipe has no width to fit into
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    out = results_console()
     out.print(table)
     say(
         out,

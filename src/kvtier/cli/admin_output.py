@@ -37,7 +37,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 PATHS_SHOWN = 10
 DAMAGES_SHOWN = 20
 DIGITS_SHOWN = 16
-PIPE_WIDTH = 1000
+_PIPE_WIDTH = 1000
 _FAILURES_SHOWN = 10
 
 PROBLEMS = 1
@@ -48,6 +48,11 @@ INTERRUPTED = 130
 def messages_console() -> Console:
     """Where everything goes that is no result: the standard error."""
     return Console(stderr=True, highlight=False)
+
+
+def results_console() -> Console:
+    """Where results go: the standard output. A pipe has no width to fit into."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
 def say(console: Console, text: str) -> None:

@@ -18,12 +18,12 @@ from kvtier.cli.admin_options import age_text, count_text, sample_size, size_tex
 from kvtier.cli.admin_output import (
     DIGITS_SHOWN,
     PATHS_SHOWN,
-    PIPE_WIDTH,
     PROBLEMS,
     good_text,
     model_text,
     print_json,
     progress_bar,
+    results_console,
     say,
     write_damages,
 )
@@ -172,8 +172,7 @@ def _list_namespaces(catalog: RemoteCatalog, found: Survey, json: bool) -> None:
             age_text(None if created_s is None else now - created_s),
             age_text(None if totals.last_use_s is None else now - totals.last_use_s),
         )
-    # a pipe has no width to fit into
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    out = results_console()
     out.print(table)
     say(
         out,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +12,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from kvtier.cli.admin_options import size_text
-from kvtier.cli.admin_output import Json, exit_codes, messages_console, print_json, say
+from kvtier.cli.admin_output import Json, exit_codes, messages_console, say
 from kvtier.cli.bench_fio import FioBest, find_fio, measure_fio, total_bytes
 from kvtier.cli.bench_fs_jobs import BenchTier, JobTimes, filled_region
-from kvtier.cli.bench_report import Row, rows_json, rows_table
+from kvtier.cli.bench_report import Row, print_rows
 from kvtier.config import parse_size
 from kvtier.errors import ConfigError
 from kvtier.interrupts import interrupts_held, termination_as_interrupt
@@ -156,11 +154,7 @@ def bench_fs(
         if draw is not None:
             draw(measured)
     rows = measured.rows()
-    if json:
-        print_json(rows_json(rows))
-    else:
-        out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-        out.print(rows_table(rows, f"fs tier in {directory}"))
+    print_rows(rows, f"fs tier in {directory}", json=json)
 
 
 def measure(plan: Plan, place: Path, doing: Say, note: Say) -> Measured:

@@ -37,9 +37,7 @@ _TICK_S = 0.001
 _TICKS = 1000
 _ROUNDS_MIN, _ROUNDS_MAX = 3, 50
 _SHAPE_BYTES_MAX = 1 << 30  # of all rounds, where each has its own keys
-_ROUND_BYTES = (
-    16 << 20
-)  # elsewhere small blocks go around several times, so that a round can be timed
+_ROUND_BYTES = 16 << 20  # elsewhere small blocks go around until a round can be timed
 _REPEATS_MAX = 64
 
 KIB, MIB = 1 << 10, 1 << 20

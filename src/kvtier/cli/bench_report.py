@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 
+from kvtier.cli.admin_output import print_json, results_console
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -40,6 +42,14 @@ class Row:
 def rows_json(rows: Sequence[Row]) -> dict[str, Any]:
     """One object: `{"rows": [{"name", "value", "unit", "baseline", ..., "ratio"}]}`."""
     return {"rows": [{**asdict(row), "ratio": row.ratio} for row in rows]}
+
+
+def print_rows(rows: Sequence[Row], title: str, *, json: bool) -> None:
+    """To the standard output, for programs or for people."""
+    if json:
+        print_json(rows_json(rows))
+    else:
+        results_console().print(rows_table(rows, title))
 
 
 def rows_table(rows: Sequence[Row], title: str) -> Table:

@@ -7,17 +7,15 @@ memory holds one round, and not all of them.
 from __future__ import annotations
 
 import secrets
-import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from kvtier.cli.admin_output import Json, exit_codes, messages_console, print_json
+from kvtier.cli.admin_output import Json, exit_codes, messages_console
 from kvtier.cli.bench_plan import InFlight, Quick, Seconds, Sizes, plan_of
 from kvtier.cli.bench_remote import Plan, measure
-from kvtier.cli.bench_report import Row, rows_json, rows_table
+from kvtier.cli.bench_report import Row, print_rows
 from kvtier.cli.tier_options import TierOptions, tier_options
 from kvtier.interrupts import termination_as_interrupt
 from kvtier.tiers.registry import decode_settings, load_tier_type
@@ -54,13 +52,9 @@ def bench_valkey(
         plan = plan_of("valkey", options, sizes, in_flight, seconds, quick=quick)
         with termination_as_interrupt(), messages.status("bench") as status:
             rows = measure_valkey(plan, status.update)
-    if json:
-        print_json(rows_json(rows))
-    else:
-        from kvtier.tiers.valkey.address import masked
+    from kvtier.tiers.valkey.address import masked
 
-        out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-        out.print(rows_table(rows, f"valkey tier at {masked(url)}"))
+    print_rows(rows, f"valkey tier at {masked(url)}", json=json)
 
 
 def measure_valkey(plan: Plan, doing: Callable[[str], None]) -> list[Row]:

@@ -28,12 +28,24 @@ from kvtier.testing.faults import Corrupt, Fail, FaultyTier, Hang, Lie, Short
 from kvtier.tiers.memory import MemoryTier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvtier.tiers.base import Tier
 
 PATIENCE_S = 30.0
 """How long a job may take before a test gives up on it."""
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for something that another thread or process does.
+
+    Raises:
+        AssertionError: it does not, for `PATIENCE_S`.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.0005)
 
 
 class DriverContract:
@@ -347,10 +359,7 @@ class DriverContract:
         slots = self.make_slots(1)
         try:
             shaky.submit_load(self.job(2, keys[:1], slots))
-            deadline = time.monotonic() + PATIENCE_S
-            while faulty.calls["read"] == 0:
-                assert time.monotonic() < deadline
-                time.sleep(0.0005)
+            until(lambda: faulty.calls["read"])
             assert self.load(shaky, 3, keys[1:]) == frozenset(keys[1:])
             assert self.store(shaky, 4, [key_of(9)]) == {key_of(9)}
             assert slots.content(0) == bytes([UNTOUCHED]) * BLOCK_BYTES
@@ -367,10 +376,7 @@ class DriverContract:
         keys = [key_of(i) for i in range(200)]
         try:
             shaky.submit_store(self.job(1, keys, self.make_slots(200), readonly=True))
-            deadline = time.monotonic() + PATIENCE_S
-            while faulty.calls["write"] == 0:
-                assert time.monotonic() < deadline
-                time.sleep(0.0005)
+            until(lambda: faulty.calls["write"])
             assert not shaky.close(0.01), "it says that nothing runs"
             assert shaky.get_finished() == [], "its slots are still in use"
         finally:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.envelope import seal
 from kvtier.testing.blocks import BLOCK_BYTES, NAMESPACE, block_of, key_of
-from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS
+from kvtier.tiers.fs.namespace_directory import block_path
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +34,7 @@ def put_block(
     """The file of block `i` in the `files` layout, last used at `used_s` (None: now)."""
     key = key_of(i)
     row = block_of(key, nbytes)
-    path = directory / key.hex()[:FAN_OUT_DIGITS] / key.hex()
+    path = directory / block_path(key)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     draft = path.with_name(f"{os.getpid()}-{i:016x}-{i}.tmp")
     draft.write_bytes(seal(directory.name, key, memoryview(row), 1_700_000_000 * 10**9) + row)

@@ -21,12 +21,8 @@ from kvtier.envelope import BLOCK_BYTES_MAX, MAX_KEY_BYTES
 from kvtier.errors import EnvelopeError, MissingBlockError
 from kvtier.tiers.fs.accounts import rounded
 from kvtier.tiers.fs.catalog_capacity import give_back
-from kvtier.tiers.fs.catalog_findings import (
-    BlockEntry,
-    Deleted,
-    Findings,
-)
-from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS, FAN_OUT_NAME, NAMESPACE_FILE
+from kvtier.tiers.fs.catalog_findings import BlockEntry, Deleted, Findings
+from kvtier.tiers.fs.namespace_directory import FAN_OUT_NAME, NAMESPACE_FILE, block_path
 from kvtier.tiers.fs.segments.store import STORES_NAME
 from kvtier.tiers.fs.temporary import is_temp
 
@@ -54,8 +50,7 @@ class FileBlocks:
 
     def path_of(self, key: BlockKey) -> str:
         """Where the block's file is, if there is one."""
-        name = key.hex()
-        return f"{self._path}/{name[:FAN_OUT_DIGITS]}/{name}"
+        return f"{self._path}/{block_path(key)}"
 
     def disk_bytes(self) -> None:
         """Nothing but the blocks."""

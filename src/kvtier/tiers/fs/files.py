@@ -35,10 +35,10 @@ from kvtier.errors import MissingBlockError
 from kvtier.tiers.fs.drafts import Draft, Drafts
 from kvtier.tiers.fs.io import aligned, open_file, read_all
 from kvtier.tiers.fs.namespace_directory import (
-    FAN_OUT_DIGITS,
     FILE_MODE,
     WRITE_FLAGS,
     NamespaceDirectory,
+    block_path,
 )
 from kvtier.tiers.fs.space import Space, Unbounded
 
@@ -113,7 +113,7 @@ class FilesTier:
         Raises:
             OSError: the medium failed; that is not the same as absent.
         """
-        names = [f"{name[:FAN_OUT_DIGITS]}/{name}" for name in map(bytes.hex, keys)]
+        names = [block_path(key) for key in keys]
         try:
             descriptor = os.open(self._directory.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -257,8 +257,7 @@ class FilesTier:
         self._directory.close()
 
     def _path(self, key: BlockKey) -> str:
-        name = key.hex()
-        return f"{self._directory.path}/{name[:FAN_OUT_DIGITS]}/{name}"
+        return f"{self._directory.path}/{block_path(key)}"
 
     def _touch(self, file: int | str, found: os.stat_result) -> None:
         """Write down that a block is used now; that must not fail what uses it."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvtier.core.types import BlockKey
     from kvtier.tiers.base import Buffers
     from kvtier.tiers.fs.marker import Layout
+    from kvtier.tiers.fs.native import NativeFiles
     from kvtier.tiers.fs.settings import FsSettings
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,9 @@ _TOTALS_OF_BOTH = ("evicted_blocks",)  # an owner of segments evicts, and so doe
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
-_LOOKUPS_LOCAL = 2
 # of files, call by call: the calls are short, and threads get in each other's way between them
+_LOOKUPS_LOCAL = 2
+
 _WRITE_BATCH_BYTES_LOCAL = 2 << 20
 
 _TOUCH_AGE_LOCAL_S = 1.0
@@ -150,10 +152,14 @@ class _Opened:
         self.layout = layout_of(root, settings, medium)
         direct = direct_of(root, settings)
         self._direct = direct.works
-        native = native_of(settings)
-        self._native = native.files
+        self._native: NativeFiles | None = None
+        calls = ""
+        if self.layout == "files":
+            native = native_of(settings)
+            self._native = native.files
+            calls = " in native calls" if native.files else f" call by call ({native.reason})"
         self._touch_age_s = _TOUCH_AGE_SHARED_S if medium.shared else _TOUCH_AGE_LOCAL_S
-        self._lookups_at_once = None if medium.shared or native.files else _LOOKUPS_LOCAL
+        self._lookups_at_once = None if medium.shared or self._native else _LOOKUPS_LOCAL
         self._write_batch_bytes_min = 0 if medium.shared else _WRITE_BATCH_BYTES_LOCAL
         bounds = settings.bounds_of(root)
         if settings.direct == "on" and not direct.works:
@@ -181,18 +187,12 @@ class _Opened:
             medium.file_system,
             self.layout,
             "" if marked == self.layout else f" (others use {marked} there)",
-            self._calls(native),
+            calls,
             "direct I/O" if direct.works else f"buffered I/O ({direct.reason})",
             settings.durability,
             "not set" if bounds.capacity is None else f"{bounds.capacity} bytes",
             bounds.min_free,
         )
-
-    def _calls(self, native: NativeProbe) -> str:
-        """How the layout calls the system, for the log."""
-        if self.layout != "files":
-            return ""
-        return " in native calls" if native.files else f" call by call ({native.reason})"
 
     def tier(self, namespace: str, facts: Mapping[str, object]) -> FilesTier | SegmentsTier:
         """The layout's tier over a namespace."""

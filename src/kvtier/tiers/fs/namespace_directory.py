@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from kvtier.core.types import BlockKey
+
 logger = logging.getLogger(__name__)
 
 FAN_OUT_DIGITS = 2
@@ -47,6 +49,12 @@ WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLO
 _HOLD_AGAIN_S = 1.0
 _NEVER = float("inf")
 _NO_LOCKS = frozenset((errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL))
+
+
+def block_path(key: BlockKey) -> str:
+    """Where a block's file lies below its namespace."""
+    name = key.hex()
+    return f"{name[:FAN_OUT_DIGITS]}/{name}"
 
 
 class NamespaceDirectory:

@@ -27,13 +27,19 @@ typedef struct {
     const struct iovec *pieces;
     int num_pieces;
     Py_ssize_t nbytes;
-    int done;
 } Block;
+
+/* How files are opened, made and judged; each call uses what concerns it. */
+typedef struct {
+    int flags, mode;
+    double touch_age_s;
+} How;
 
 /* Blocks, and what keeps their memory and their paths in place while the interpreter is released. */
 typedef struct {
     Py_ssize_t num_blocks;
     Block *blocks;
+    char *done; /* by block */
     Py_ssize_t num_buffers;
     Py_buffer *buffers;
     struct iovec *pieces;
@@ -43,6 +49,7 @@ typedef struct {
 static void release(Batch *batch) {
     for (Py_ssize_t i = 0; i < batch->num_buffers; i++) PyBuffer_Release(&batch->buffers[i]);
     PyMem_Free(batch->blocks);
+    PyMem_Free(batch->done);
     PyMem_Free(batch->buffers);
     PyMem_Free(batch->pieces);
     Py_XDECREF(batch->paths);
@@ -72,9 +79,10 @@ static int fill(Batch *batch, PyObject *temps, PyObject *paths, PyObject *data, 
         total += length;
     }
     batch->blocks = PyMem_Calloc((size_t)batch->num_blocks, sizeof(Block));
+    batch->done = PyMem_Calloc((size_t)batch->num_blocks, 1);
     batch->buffers = PyMem_Calloc((size_t)total, sizeof(Py_buffer));
     batch->pieces = PyMem_Calloc((size_t)total, sizeof(struct iovec));
-    if (!batch->blocks || !batch->buffers || !batch->pieces) {
+    if (!batch->blocks || !batch->done || !batch->buffers || !batch->pieces) {
         PyErr_NoMemory();
         return -1;
     }
@@ -106,17 +114,18 @@ static int fill(Batch *batch, PyObject *temps, PyObject *paths, PyObject *data, 
     return 0;
 }
 
-static PyObject *list_of(const Batch *batch) {
-    PyObject *found = PyList_New(batch->num_blocks);
-    for (Py_ssize_t i = 0; found && i < batch->num_blocks; i++)
-        if (PyList_SetItem(found, i, PyBool_FromLong(batch->blocks[i].done))) Py_CLEAR(found);
+static PyObject *list_of(const char *flags, Py_ssize_t count) {
+    PyObject *found = PyList_New(count);
+    for (Py_ssize_t i = 0; found && i < count; i++)
+        if (PyList_SetItem(found, i, PyBool_FromLong(flags[i]))) Py_CLEAR(found);
     return found;
 }
 
-static int write_file(const Block *block, int flags, mode_t mode) {
+static int write_file(const Block *block, const How *how) {
+    mode_t mode = (mode_t)how->mode;
     struct stat found;
     if (lstat(block->path, &found) == 0 || errno != ENOENT) return 0;
-    int descriptor = open(block->temp, flags, mode);
+    int descriptor = open(block->temp, how->flags, mode);
     if (descriptor < 0) {
         if (errno == EINVAL) unlink(block->temp); /* it was made before O_DIRECT was refused */
         return 0;
@@ -130,10 +139,10 @@ static int write_file(const Block *block, int flags, mode_t mode) {
     return done;
 }
 
-static int read_file(const Block *block, int flags, double touch_age_s) {
+static int read_file(const Block *block, const How *how) {
     struct stat found;
     struct timespec now;
-    int descriptor = open(block->path, flags);
+    int descriptor = open(block->path, how->flags);
     if (descriptor < 0) return 0;
     int done = fstat(descriptor, &found) == 0 && found.st_size == block->nbytes &&
                preadv(descriptor, block->pieces, block->num_pieces, 0) == block->nbytes;
@@ -141,45 +150,44 @@ static int read_file(const Block *block, int flags, double touch_age_s) {
         double age_s = (double)(now.tv_sec - found.st_mtim.tv_sec) +
                        1e-9 * (double)(now.tv_nsec - found.st_mtim.tv_nsec);
         /* that a use cannot be written down must not fail it */
-        if (fabs(age_s) > touch_age_s) (void)!futimens(descriptor, NULL);
+        if (fabs(age_s) > how->touch_age_s) (void)!futimens(descriptor, NULL);
     }
     close(descriptor);
     return done;
 }
 
-static PyObject *write_files(PyObject *module, PyObject *arguments) {
-    PyObject *temps, *paths, *data, *found = NULL;
-    int flags, mode;
+/* Whether `one` was done, for each block of `data`. */
+static PyObject *each(int (*one)(const Block *, const How *), const How *how, PyObject *temps,
+                      PyObject *paths, PyObject *data, int access) {
+    PyObject *found = NULL;
     Batch batch = {0};
-    (void)module;
-    if (!PyArg_ParseTuple(arguments, "OOOii", &temps, &paths, &data, &flags, &mode)) return NULL;
-    if (fill(&batch, temps, paths, data, PyBUF_SIMPLE) == 0) {
+    if (fill(&batch, temps, paths, data, access) == 0) {
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t i = 0; i < batch.num_blocks; i++)
-            batch.blocks[i].done = write_file(&batch.blocks[i], flags, (mode_t)mode);
+            batch.done[i] = (char)one(&batch.blocks[i], how);
         Py_END_ALLOW_THREADS
-        found = list_of(&batch);
+        found = list_of(batch.done, batch.num_blocks);
     }
     release(&batch);
     return found;
 }
 
-static PyObject *read_files(PyObject *module, PyObject *arguments) {
-    PyObject *paths, *into, *found = NULL;
-    int flags;
-    double touch_age_s;
-    Batch batch = {0};
+static PyObject *write_files(PyObject *module, PyObject *arguments) {
+    PyObject *temps, *paths, *data;
+    How how = {0};
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "OOid", &paths, &into, &flags, &touch_age_s)) return NULL;
-    if (fill(&batch, NULL, paths, into, PyBUF_WRITABLE) == 0) {
-        Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t i = 0; i < batch.num_blocks; i++)
-            batch.blocks[i].done = read_file(&batch.blocks[i], flags, touch_age_s);
-        Py_END_ALLOW_THREADS
-        found = list_of(&batch);
-    }
-    release(&batch);
-    return found;
+    if (!PyArg_ParseTuple(arguments, "OOOii", &temps, &paths, &data, &how.flags, &how.mode))
+        return NULL;
+    return each(write_file, &how, temps, paths, data, PyBUF_SIMPLE);
+}
+
+static PyObject *read_files(PyObject *module, PyObject *arguments) {
+    PyObject *paths, *into;
+    How how = {0};
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "OOid", &paths, &into, &how.flags, &how.touch_age_s))
+        return NULL;
+    return each(read_file, &how, NULL, paths, into, PyBUF_WRITABLE);
 }
 
 static PyObject *find_files(PyObject *module, PyObject *arguments) {
@@ -208,9 +216,7 @@ static PyObject *find_files(PyObject *module, PyObject *arguments) {
         PyErr_SetFromErrno(PyExc_OSError);
         goto end;
     }
-    found = PyList_New(count);
-    for (Py_ssize_t i = 0; found && i < count; i++)
-        if (PyList_SetItem(found, i, PyBool_FromLong(there[i]))) Py_CLEAR(found);
+    found = list_of(there, count);
 end:
     PyMem_Free(texts);
     PyMem_Free(there);
