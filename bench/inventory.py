@@ -8,7 +8,6 @@ files have to go. `--files 1000000` is the size that the figures are meant for.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import resource
 import shutil
@@ -19,10 +18,10 @@ from pathlib import Path
 
 from _report import Row, main
 
-from kvtier.testing.blocks import NAMESPACE
+from kvtier.testing.blocks import NAMESPACE, key_of
 from kvtier.tiers.fs.capacity import Capacity
 from kvtier.tiers.fs.inventory import Inventory
-from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS
+from kvtier.tiers.fs.namespace_directory import FAN_OUT_DIGITS, block_path
 from kvtier.tiers.fs.scan import Scanner
 from kvtier.tiers.fs.term import SweepSettings
 
@@ -35,12 +34,11 @@ def fill(root: Path, count: int) -> None:
     place = root / NAMESPACE
     place.mkdir()
     (place / "namespace.json").write_text("{}")
-    for i in range(4096):
-        (place / f"{i:03x}").mkdir()
+    for i in range(16**FAN_OUT_DIGITS):
+        (place / f"{i:0{FAN_OUT_DIGITS}x}").mkdir()
     now = time.time()
     for i in range(count):
-        name = hashlib.sha256(i.to_bytes(8, "big")).hexdigest() + "00000000"
-        path = f"{place}/{name[:FAN_OUT_DIGITS]}/{name}"
+        path = f"{place}/{block_path(key_of(i))}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         os.ftruncate(descriptor, FILE_BYTES)
         os.utime(descriptor, (now - count + i, now - count + i))
@@ -112,7 +110,7 @@ def measure(count: int, directory: str | None) -> list[Row]:
                 Row(f"inventory_{name}", writable, "s", bare, "list and stat", "lower"),
             ]
         capacity = Capacity(root, total // 2, 0, settings=settings)
-        until(lambda: capacity.figures().get("evicted_blocks", 0) > 0)
+        until(lambda: capacity.figures().get("inventory_blocks", 0) == count)
         cpu = time.process_time()
         started = time.monotonic()
         before = capacity.figures()["evicted_blocks"]
